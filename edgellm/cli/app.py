@@ -1,0 +1,123 @@
+"""The commands, their one-line help, and the border where every error becomes an exit code.
+
+A command is named here by an import string and imported when it runs, so that ``edgellm --help``
+and ``edgellm plan`` load nothing they do not need. The command that is being run is registered
+without the line below, so that its own docstring (with an example) is its ``--help``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from cyclopts import App, CycloptsError, Group
+
+from edgellm import __version__
+from edgellm.cli import errors
+from edgellm.errors import EdgeLLMError
+
+_RUN: Final = Group("Run a model", sort_key=1)
+_MODELS: Final = Group("Models on disk", sort_key=2)
+_MEASURE: Final = Group("Measure", sort_key=3)
+_MACHINE: Final = Group("This machine", sort_key=4)
+
+# (name, import string, group, one line)
+COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
+    ("tui", "edgellm.cli.tui:tui", _RUN, "The terminal interface (also: edgellm alone)."),
+    ("chat", "edgellm.cli.chat:chat", _RUN, "Chat in the terminal, or answer one prompt."),
+    ("serve", "edgellm.cli.serve:serve", _RUN, "Serve models over an OpenAI-compatible API."),
+    ("batch", "edgellm.cli.batch:batch", _RUN, "Run a file of requests and write the answers."),
+    ("ps", "edgellm.cli.ps:ps", _RUN, "Running servers, their models and requests."),
+    ("stop", "edgellm.cli.stop:stop", _RUN, "Unload a model or stop a server."),
+    ("plan", "edgellm.cli.plan:plan", _MODELS, "What fits where, to the MiB, before loading."),
+    ("pull", "edgellm.cli.pull:pull", _MODELS, "Download a model that fits this machine."),
+    ("ls", "edgellm.cli.ls:ls", _MODELS, "Models here: size, quantisation, verdict."),
+    ("rm", "edgellm.cli.rm:rm", _MODELS, "Delete a model from the store."),
+    ("search", "edgellm.cli.search:search", _MODELS, "Find models on the hub."),
+    ("verify", "edgellm.cli.verify:verify", _MODELS, "Check a model's bytes and structure."),
+    ("import", "edgellm.cli.import_:import_", _MODELS, "Use a model another program downloaded."),
+    ("quantize", "edgellm.cli.quantize:quantize", _MODELS, "Write a smaller copy of a model."),
+    ("bench", "edgellm.cli.bench:bench", _MEASURE, "Measure speed and memory; compare runs."),
+    ("tune", "edgellm.cli.tune:tune", _MEASURE, "Search for better settings by measuring."),
+    ("eval", "edgellm.cli.eval:eval_", _MEASURE, "Check answer quality: perplexity and tasks."),
+    ("doctor", "edgellm.cli.doctor:doctor", _MACHINE, "What this machine has, and what is wrong."),
+    ("profile", "edgellm.cli.profile:app", _MACHINE, "Settings for a class of hardware."),
+    ("config", "edgellm.cli.config:app", _MACHINE, "Every setting and where it came from."),
+    ("setup", "edgellm.cli.setup:setup", _MACHINE, "Install the engine for this machine's GPU."),
+)
+
+_EPILOGUE: Final = (
+    "Start with:  edgellm pull starter && edgellm chat starter\n\n"
+    "Each command has --help with an example."
+)
+
+
+def build_app(first: str | None = None) -> App:
+    """The application; ``first`` is the command being run, whose own docstring becomes its help."""
+    app = App(
+        name="edgellm",
+        help="Run GGUF models with llama.cpp, planned to the MiB, on the machine you own.",
+        help_epilogue=_EPILOGUE,
+        version=f"edgellm {__version__}",
+        result_action="return_value",
+        group_commands=Group("Other", sort_key=9),
+    )
+    for order, (name, where, group, line) in enumerate(COMMANDS):
+        about = None if name == first else line
+        app.command(where, name=name, help=about, group=group, sort_key=order)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: the only place that turns errors into one."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return errors.INTERRUPTED
+    except BrokenPipeError:
+        return _reader_went_away()
+    except CycloptsError as error:
+        return errors.report(_usage_error(error), as_json=as_json)
+    except EdgeLLMError as error:
+        return errors.report(error, as_json=as_json)
+    except Exception as error:  # noqa: BLE001 (the border: nothing above prints or exits)
+        return errors.report_unexpected(error, as_json=as_json)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        arguments = ["tui"] if sys.stdout.isatty() and sys.stdin.isatty() else ["--help"]
+    first = arguments[0]
+    _check_command(first)
+    app = build_app(first)
+    result = app(arguments, exit_on_error=False, print_error=False, help_on_error=False)
+    sys.stdout.flush()
+    return result if isinstance(result, int) else errors.DONE
+
+
+def _check_command(first: str) -> None:
+    """Refuse an unknown command here: cyclopts would import every command to name them."""
+    names = [name for name, *_ in COMMANDS]
+    if first.startswith("-") or first in names:
+        return
+    near = difflib.get_close_matches(first, names, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise errors.UsageError(f"no command {first!r}{meant}", hint="edgellm --help")
+
+
+def _usage_error(error: CycloptsError) -> errors.UsageError:
+    chain = getattr(error, "command_chain", None) or ()
+    return errors.UsageError(str(error), hint=" ".join(("edgellm", *chain, "--help")))
+
+
+def _reader_went_away() -> int:
+    """Our output was piped to a program that stopped reading (``edgellm ls | head -1``)."""
+    # Python flushes stdout at exit and would complain again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return errors.DONE

@@ -1,0 +1,495 @@
+"""Settings: flags > EDGELLM_* variables > config.toml > profile > defaults, each with its origin.
+
+A key is ``section.name`` (``plan.ctx``): the same name in config.toml (``[plan] ctx = 8192``), in a
+profile (where ``{ value = 8192, why = "..." }`` gives the reason) and, in capitals with a prefix,
+in the environment (``EDGELLM_PLAN_CTX=8192``). Only this file knows the keys; a new setting is a
+new field below, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from edgellm import paths
+from edgellm.errors import ConfigError
+from edgellm.units import parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Read elsewhere, not settings: where things live, tracebacks, the key a client sends.
+RESERVED_VARIABLES: Final = {
+    "EDGELLM_HOME",
+    "EDGELLM_CONFIG",
+    "EDGELLM_DEBUG",
+    "EDGELLM_API_KEY",
+}
+SECRET_KEYS: Final = {"serve.api_key"}
+
+# Bytes; written as 6GiB, 512MiB or a number.
+Size = Annotated[int | None, Meta(extra={"size": True})]
+OnOff = Literal["on", "off"]
+OnOffAuto = Literal["on", "off", "auto"]
+
+
+class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner is asked for; None lets it choose."""
+
+    ctx: Annotated[int | None, Meta(description="cells for all sequences together")] = None
+    parallel: Annotated[int | None, Meta(description="sequences at once")] = None
+    ngl: Annotated[str | None, Meta(description="layers on the GPU: N, auto or all")] = None
+    batch: Annotated[int | None, Meta(description="tokens a decode call takes")] = None
+    ubatch: Annotated[int | None, Meta(description="tokens computed at once")] = None
+    outputs: Annotated[int | None, Meta(description="rows of logits reserved a step")] = None
+    type_k: Annotated[str | None, Meta(description="K cache type: f16, q8_0, q4_0 ...")] = None
+    type_v: Annotated[str | None, Meta(description="V cache type")] = None
+    flash_attn: Annotated[OnOffAuto | None, Meta(description="flash attention")] = None
+    n_cpu_moe: Annotated[int | None, Meta(description="layers whose experts stay on the host")] = (
+        None
+    )
+    swa_full: Annotated[bool | None, Meta(description="full-size sliding-window cache")] = None
+    kv_unified: Annotated[OnOff | None, Meta(description="one cache for all sequences")] = None
+    tensor_split: Annotated[str | None, Meta(description="share a card, such as 3,1")] = None
+    split_mode: Annotated[
+        Literal["none", "layer", "row"] | None, Meta(description="how several cards share")
+    ] = None
+    main_gpu: Annotated[int | None, Meta(description="the card that holds what is not split")] = (
+        None
+    )
+    threads: Annotated[int | None, Meta(description="CPU threads for decoding")] = None
+    threads_batch: Annotated[int | None, Meta(description="CPU threads for prompts")] = None
+    mmap: Annotated[bool | None, Meta(description="map the file instead of reading it")] = None
+    mlock: Annotated[bool | None, Meta(description="keep the weights from being swapped")] = None
+    vram: Annotated[
+        tuple[str, ...], Meta(description="plan for cards with this much free memory instead")
+    ] = ()
+    ram: Annotated[Size, Meta(description="plan for this much free RAM instead")] = None
+    backend: Annotated[str | None, Meta(description="cuda, vulkan, metal, rocm, cpu, rpc")] = None
+    margin: Annotated[Size, Meta(description="bytes kept free a device")] = None
+    overhead: Annotated[Size, Meta(description="bytes a device takes outside the buffers")] = None
+    objective: Annotated[Literal["speed", "context"], Meta(description="what to prefer")] = "speed"
+    min_ctx: Annotated[int | None, Meta(description="the smallest context to fall to")] = None
+    allow_q4_kv: Annotated[bool, Meta(description="let the planner choose a q4_0 cache")] = False
+    draft_model: Annotated[str | None, Meta(description="a smaller model to draft with")] = None
+    mmproj: Annotated[str | None, Meta(description="the vision projector's file")] = None
+    force: Annotated[bool, Meta(description="load even where it should not fit")] = False
+
+
+class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling and the system prompt of chat and the terminal interface; None: the default."""
+
+    model: Annotated[str | None, Meta(description="the model when none is named")] = None
+    system: Annotated[str | None, Meta(description="the system prompt")] = None
+    temperature: Annotated[float | None, Meta(description="0 takes the likeliest token")] = None
+    top_k: Annotated[int | None, Meta(description="candidates kept; 0: all")] = None
+    top_p: Annotated[float | None, Meta(description="probability mass kept")] = None
+    min_p: Annotated[float | None, Meta(description="kept relative to the best")] = None
+    repeat_penalty: Annotated[float | None, Meta(description="1 is off")] = None
+    presence_penalty: Annotated[float | None, Meta(description="0 is off")] = None
+    frequency_penalty: Annotated[float | None, Meta(description="0 is off")] = None
+    seed: Annotated[int | None, Meta(description="the same seed gives the same text")] = None
+    max_tokens: Annotated[int | None, Meta(description="the longest answer")] = None
+    overflow: Annotated[
+        Literal["error", "slide"], Meta(description="at the context's end: stop or slide")
+    ] = "error"
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="the address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="0 takes a free one")] = 8080
+    api_key: Annotated[tuple[str, ...], Meta(description="keys that clients must send")] = ()
+    insecure: Annotated[bool, Meta(description="allow another address without a key")] = False
+    cors_origins: Annotated[
+        tuple[str, ...], Meta(description="origins browsers may call from")
+    ] = ()
+    max_body: Annotated[Size, Meta(description="largest request body")] = 32 * 1024 * 1024
+    max_loaded: Annotated[int | None, Meta(description="models kept in memory at once")] = None
+    ttl_s: Annotated[float | None, Meta(description="seconds idle before a model unloads")] = None
+    max_waiting: Annotated[int, Meta(description="requests that may wait")] = 256
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="how much to log")
+    ] = "info"
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine's loop runs; None: its default."""
+
+    itl_target_s: Annotated[float | None, Meta(description="longest gap between tokens")] = None
+    step_budget: Annotated[int | None, Meta(description="tokens one step may carry")] = None
+    speculation: Annotated[str | None, Meta(description="off, auto, ngram or draft")] = None
+    retain_prefixes: Annotated[bool | None, Meta(description="keep prompts for reuse")] = None
+    warmup: Annotated[bool | None, Meta(description="run once before saying ready")] = None
+
+
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where models are kept and fetched from."""
+
+    dir: Annotated[str | None, Meta(description="the folder of downloaded models")] = None
+    endpoint: Annotated[str | None, Meta(description="another hub's address")] = None
+    offline: Annotated[bool, Meta(description="never use the network")] = False
+    connections: Annotated[int | None, Meta(description="parallel connections a download")] = None
+
+
+class TuiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The terminal interface."""
+
+    theme: Annotated[str | None, Meta(description="a theme's name")] = None
+    animations: Annotated[bool, Meta(description="movement and blinking")] = True
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting, resolved."""
+
+    profile: Annotated[str | None, Meta(description="the profile whose values come first")] = None
+    plan: PlanSettings = PlanSettings()
+    chat: ChatSettings = ChatSettings()
+    serve: ServeSettings = ServeSettings()
+    engine: EngineSettings = EngineSettings()
+    store: StoreSettings = StoreSettings()
+    tui: TuiSettings = TuiSettings()
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """A key that may be set: its type, its default and one line on what it does."""
+
+    key: str
+    type: Any
+    default: Any
+    description: str
+
+    @property
+    def variable(self) -> str:
+        return "EDGELLM_" + self.key.replace(".", "_").upper()
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a value came from: ``default``, ``profile``, ``file``, ``variable`` or ``flag``."""
+
+    kind: str
+    detail: str = ""
+    """The profile's name, the file's path, the variable or the flag."""
+    why: str = ""
+    """The reason a profile gives."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.detail}".rstrip()
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings together with the origin of each key."""
+
+    settings: Settings
+    origins: dict[str, Origin]
+
+    def value(self, key: str) -> Any:
+        """The resolved value of a dotted key."""
+        found: Any = self.settings
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found
+
+
+class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile as it stands in its file."""
+
+    name: str
+    path: Path
+    about: dict[str, Any]
+    """The ``[profile]`` table: title, and what it is for."""
+    values: dict[str, Any]
+    """Dotted key -> value as written."""
+    reasons: dict[str, str]
+    """Dotted key -> why."""
+
+
+class _Layer(msgspec.Struct, frozen=True, kw_only=True):
+    values: Mapping[str, Any]
+    origin: dict[str, Origin]
+
+
+def known_keys() -> dict[str, Known]:
+    """Every key that may be set, in the order of the structs above."""
+    found: dict[str, Known] = {}
+    for field in msgspec.structs.fields(Settings):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            for inner in msgspec.structs.fields(field.type):
+                key = f"{field.name}.{inner.name}"
+                found[key] = _known(key, inner)
+        else:
+            found[field.name] = _known(field.name, field)
+    return found
+
+
+def _known(key: str, field: msgspec.structs.FieldInfo) -> Known:
+    described = [
+        m.description
+        for m in get_args(field.type)[1:]
+        if isinstance(m, Meta) and m.description is not None
+    ]
+    return Known(
+        key=key,
+        type=field.type,
+        default=field.default,
+        description=described[0] if described else "",
+    )
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Config:
+    """Resolve every setting. ``flags`` maps dotted keys to values; None means "not given".
+
+    Raises ConfigError on an unknown key or a value of the wrong kind, and says where it stands.
+    """
+    keys = known_keys()
+    above = [
+        _file_layer(file or paths.config_file(), keys),
+        _environ_layer(os.environ if environ is None else environ, keys),
+        _flag_layer(flags or {}, keys),
+    ]
+    name = next((x.values["profile"] for x in reversed(above) if "profile" in x.values), None)
+    profile = [] if not name else [_profile_layer(str(name), keys)]
+    return _merge([*profile, *above], keys)
+
+
+def read_profile(name: str) -> ProfileFile:
+    """The profile of that name, the person's own folder before the shipped ones."""
+    for folder in paths.profile_dirs():
+        path = folder / f"{name}.toml"
+        if path.is_file():
+            return _parse_profile(name, path)
+    names = list_profiles()
+    near = _nearest(name, names)
+    raise ConfigError(
+        f"no profile named {name!r}" + (f"; did you mean {near!r}?" if near else ""),
+        hint="edgellm profile ls",
+    )
+
+
+def list_profiles() -> list[str]:
+    """Names of all profiles, own and shipped, sorted."""
+    return sorted({p.stem for folder in paths.profile_dirs() for p in folder.glob("*.toml")})
+
+
+def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
+    """Set one key in config.toml (None removes it), leaving every other line as it is.
+
+    Raises ConfigError before writing when the key or the value is wrong.
+    """
+    path = paths.config_file()
+    _check_one(key, value)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    changed = _edit(text, key, value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(changed, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _check_one(key: str, value: Any) -> None:
+    keys = known_keys()
+    if key not in keys:
+        raise _unknown(key, keys, "edgellm config set")
+    if value is not None:
+        _convert(keys[key], value, Origin(kind="flag", detail=key))
+
+
+def _edit(text: str, key: str, value: Any) -> str:
+    section, _, name = key.rpartition(".")
+    new = [] if value is None else [f"{name} = {_toml_literal(value)}"]
+    lines = text.splitlines()
+    start, end = _section_span(lines, section)
+    if start is None:
+        block = new if not section or not new else ["", f"[{section}]", *new]
+        lines = [*lines, *block] if section else [*block, *lines]
+        return "\n".join(lines).lstrip("\n") + "\n"
+    body = [x for x in lines[start:end] if x.split("=")[0].strip() != name]
+    return "\n".join([*lines[:start], *new, *body, *lines[end:]]) + "\n"
+
+
+def _section_span(lines: list[str], section: str) -> tuple[int | None, int]:
+    """Where a section's own lines begin and end; (None, _) when the file does not have it."""
+    headers = [i for i, line in enumerate(lines) if line.lstrip().startswith("[")]
+    if not section:
+        return 0, headers[0] if headers else len(lines)
+    for i, at in enumerate(headers):
+        if lines[at].strip().strip("[]").strip() == section:
+            return at + 1, headers[i + 1] if i + 1 < len(headers) else len(lines)
+    return None, len(lines)
+
+
+def _toml_literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    # A JSON string is a TOML basic string.
+    return msgspec.json.encode(str(value)).decode()
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", hint=f"mend {path}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", x) for inner, x in value.items())
+        else:
+            yield name, value
+
+
+def _file_layer(path: Path, keys: Mapping[str, Known]) -> _Layer:
+    if not path.is_file():
+        return _Layer(values={}, origin={})
+    values = dict(_flatten(_read_toml(path)))
+    _check_known(values, keys, str(path))
+    return _Layer(values=values, origin={k: Origin(kind="file", detail=str(path)) for k in values})
+
+
+def _environ_layer(environ: Mapping[str, str], keys: Mapping[str, Known]) -> _Layer:
+    by_variable = {known.variable: key for key, known in keys.items()}
+    given = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith("EDGELLM_") and name not in RESERVED_VARIABLES
+    }
+    for name in given:
+        if name not in by_variable:
+            near = _nearest(name, [*by_variable, *RESERVED_VARIABLES])
+            raise ConfigError(
+                f"unknown variable {name}" + (f"; did you mean {near}?" if near else ""),
+                hint="edgellm config",
+            )
+    return _Layer(
+        values={by_variable[name]: value for name, value in given.items()},
+        origin={by_variable[name]: Origin(kind="variable", detail=name) for name in given},
+    )
+
+
+def _flag_layer(flags: Mapping[str, Any], keys: Mapping[str, Known]) -> _Layer:
+    values = {k: v for k, v in flags.items() if v is not None}
+    _check_known(values, keys, "flags")
+    origin = {
+        k: Origin(kind="flag", detail="--" + k.rpartition(".")[2].replace("_", "-")) for k in values
+    }
+    return _Layer(values=values, origin=origin)
+
+
+def _profile_layer(name: str, keys: Mapping[str, Known]) -> _Layer:
+    profile = read_profile(name)
+    _check_known(profile.values, keys, str(profile.path))
+    origin = {
+        key: Origin(kind="profile", detail=name, why=profile.reasons.get(key, ""))
+        for key in profile.values
+    }
+    return _Layer(values=profile.values, origin=origin)
+
+
+def _parse_profile(name: str, path: Path) -> ProfileFile:
+    table = _read_toml(path)
+    about = table.pop("profile", {})
+    values: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for key, value in _flatten(table):
+        if isinstance(value, dict) and "value" in value:
+            values[key] = value["value"]
+            reasons[key] = str(value.get("why", ""))
+        else:
+            values[key] = value
+    if not isinstance(about, dict):
+        raise ConfigError(f"{path}: profile must be a table", hint="edgellm profile ls")
+    return ProfileFile(name=name, path=path, about=about, values=values, reasons=reasons)
+
+
+def _check_known(values: Mapping[str, Any], keys: Mapping[str, Known], where: str) -> None:
+    for key in values:
+        if key not in keys:
+            raise _unknown(key, keys, where)
+
+
+def _unknown(key: str, keys: Mapping[str, Known], where: str) -> ConfigError:
+    near = _nearest(key, list(keys))
+    return ConfigError(
+        f"{where}: unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""),
+        hint="edgellm config",
+    )
+
+
+def _nearest(word: str, among: list[str]) -> str | None:
+    import difflib  # 2 ms, and only for an error
+
+    found = difflib.get_close_matches(word, among, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _merge(layers: list[_Layer], keys: Mapping[str, Known]) -> Config:
+    resolved: dict[str, Any] = {}
+    origins = {key: Origin(kind="default") for key in keys}
+    for layer in layers:
+        for key, value in layer.values.items():
+            resolved[key] = _convert(keys[key], value, layer.origin[key])
+            origins[key] = layer.origin[key]
+    tree: dict[str, Any] = {}
+    for key, value in resolved.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return Config(settings=msgspec.convert(tree, Settings), origins=origins)
+
+
+def _convert(known: Known, value: Any, origin: Origin) -> Any:
+    try:
+        if isinstance(value, str) and _is_size(known.type):
+            value = parse_bytes(value)
+        elif isinstance(value, str) and _is_list(known.type):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        elif isinstance(value, bool) and OnOff in get_args(get_args(known.type)[0]):
+            value = "on" if value else "off"
+        return msgspec.convert(value, known.type, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(
+            f"{known.key} ({origin}): {_plain(str(error))}, got {value!r}",
+            hint=f"edgellm config explains {known.key}: {known.description}",
+        ) from error
+
+
+def _plain(text: str) -> str:
+    """msgspec's message in a person's words."""
+    return text.replace("`", "").replace(" | null", "").replace("Expected", "expected")
+
+
+def _is_size(kind: Any) -> bool:
+    return any(
+        isinstance(m, Meta) and bool((m.extra or {}).get("size")) for m in _all_metadata(kind)
+    )
+
+
+def _all_metadata(kind: Any) -> Iterator[Any]:
+    if get_origin(kind) is Annotated:
+        inner, *rest = get_args(kind)
+        yield from rest
+        yield from _all_metadata(inner)
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(get_args(kind)[0] if get_origin(kind) is Annotated else kind) is tuple
