@@ -1,0 +1,385 @@
+"""A streaming HTTP/1.1 client that costs little: it shares the machine with what it measures.
+
+One connection a request (llama-server closes kept ones without notice), one timestamp a network
+read, and a typed decoder that skips every field it does not need: about 6 us a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+MAX_ERROR_BODY: Final = 64 * 1024
+_TIMEOUT_S: Final = 600.0
+
+
+def clock() -> float:
+    """Seconds on the running loop's clock (monotonic; microseconds fine on asyncio's own loops)."""
+    return asyncio.get_running_loop().time()
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's address: ``base`` is the path before ``/v1``."""
+
+    host: str
+    port: int
+    tls: bool = False
+    base: str = ""
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
+        """From ``http://host:port[/base][/v1]``; raises ValueError on another scheme."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an http(s) address")
+        tls = parts.scheme == "https"
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        port = parts.port or (443 if tls else 80)
+        return cls(host=parts.hostname, port=port, tls=tls, base=base, api_key=api_key)
+
+    @property
+    def url(self) -> str:
+        """The address as people write it."""
+        return f"http{'s' if self.tls else ''}://{self.host}:{self.port}{self.base}"
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """Output that came in one event: when, its text, and its tokens when the server said so."""
+
+    time: float
+    text: str
+    n_tokens: int | None = None
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """Everything one exchange showed; times are of :data:`clock`."""
+
+    sent: float
+    end: float = 0.0
+    status: int = 0
+    arrivals: list[Arrival] = msgspec.field(default_factory=list)
+    finish: str | None = None
+    is_done: bool = False
+    """``data: [DONE]`` came."""
+    n_prompt: int | None = None
+    n_output: int | None = None
+    n_cached: int | None = None
+    timings: dict[str, Any] | None = None
+    """The server's own, when it sends them (llama-server, edgellm)."""
+    error: str | None = None
+    """The error's class: connect, timeout, reset, http_503, stream, truncated or protocol."""
+    message: str = ""
+    body: bytes = b""
+    """The body of an answer that is no event stream."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    timings: dict[str, Any] | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode_chunk: Final = msgspec.json.Decoder(_Chunk).decode
+
+
+def _is_given(raw: msgspec.Raw) -> bool:
+    return bytes(raw) not in (b"", b"null", b"[]")
+
+
+def _text_of(choice: _Choice) -> str:
+    if choice.text is not None:
+        return choice.text
+    delta = choice.delta
+    if delta is None:
+        return ""
+    text = delta.content or delta.reasoning_content or delta.reasoning
+    if text:
+        return text
+    return bytes(delta.tool_calls).decode() if _is_given(delta.tool_calls) else ""
+
+
+class _Body:
+    """Undoes ``Transfer-Encoding: chunked``; without it the bytes pass unchanged."""
+
+    def __init__(self, *, chunked: bool, length: int | None) -> None:
+        self._chunked = chunked
+        self._left = length
+        self._buffer = b""
+        self.is_complete = length == 0 and not chunked
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return not self._chunked and self._left is None
+
+    def feed(self, data: bytes) -> bytes:
+        if self._chunked:
+            return self._dechunk(data)
+        if self._left is not None:
+            self._left -= len(data)
+            self.is_complete = self._left <= 0
+        return data
+
+    def _dechunk(self, data: bytes) -> bytes:
+        buffer = self._buffer + data if self._buffer else data
+        out, at = [], 0
+        while (line := buffer.find(b"\r\n", at)) >= 0:
+            size = int(buffer[at:line].split(b";", 1)[0], 16)
+            stop = line + 2 + size
+            if size == 0:
+                self.is_complete = True
+            if len(buffer) < stop + 2 or size == 0:
+                break
+            out.append(buffer[line + 2 : stop])
+            at = stop + 2
+        self._buffer = buffer[at:]
+        return b"".join(out)
+
+
+class _Exchange(asyncio.Protocol):
+    """One request on one connection. ``finished`` resolves when the reply is complete."""
+
+    def __init__(self, payload: bytes, disconnect_after: int | None) -> None:
+        self._payload = payload
+        self._disconnect_after = disconnect_after
+        self._head = b""
+        self._body: _Body | None = None
+        self._line = b""
+        self._events = False
+        self._transport: asyncio.Transport | None = None
+        self.reply = Reply(sent=clock())
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        transport.write(self._payload)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        now = clock()
+        try:
+            self._feed(data, now)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._fail("protocol", f"{type(error).__name__}: {error}", now)
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.finished.done():
+            return
+        until_close = self._body is not None and self._body.ends_with_connection
+        if self.reply.is_done or (exc is None and until_close):
+            self._finish(clock())
+        else:
+            self._fail("reset", str(exc or "the connection was closed early"), clock())
+
+    def abort(self, error: str | None, message: str) -> None:
+        """End the exchange from this side, as a client that goes away does."""
+        if error is None:
+            self._finish(clock())
+        else:
+            self._fail(error, message, clock())
+
+    def _feed(self, data: bytes, now: float) -> None:
+        if self._body is None:
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            self._begin(head)
+        body = self._body
+        if body is None or self.finished.done():
+            return
+        plain = body.feed(data)
+        if self._events:
+            self._feed_lines(plain, now)
+        elif len(self.reply.body) < MAX_ERROR_BODY:
+            self.reply.body += plain
+        if body.is_complete and not self.finished.done():
+            self._finish(now)
+
+    def _begin(self, head: bytes) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        self.reply.status = int(first.split(" ", 2)[1])
+        headers = {k.strip().lower(): v.strip() for k, _, v in (x.partition(":") for x in lines)}
+        self._events = self.reply.status == 200 and "event-stream" in headers.get(
+            "content-type", ""
+        )
+        length = headers.get("content-length")
+        self._body = _Body(
+            chunked="chunked" in headers.get("transfer-encoding", "").lower(),
+            length=int(length) if length else None,
+        )
+
+    def _feed_lines(self, data: bytes, now: float) -> None:
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not self.finished.done():
+                self._event(line[5:].strip(), now)
+
+    def _event(self, data: bytes, now: float) -> None:
+        reply = self.reply
+        if data == b"[DONE]":
+            reply.is_done = True
+            self._finish(now)
+            return
+        chunk = _decode_chunk(data)
+        if _is_given(chunk.error):
+            self._fail("stream", bytes(chunk.error).decode(errors="replace")[:500], now)
+            return
+        if chunk.usage is not None:
+            self._take_usage(chunk.usage)
+        reply.timings = chunk.timings or reply.timings
+        for choice in chunk.choices:
+            reply.finish = choice.finish_reason or reply.finish
+            text = _text_of(choice)
+            ids = choice.token_ids
+            if text or ids:
+                reply.arrivals.append(Arrival(now, text, len(ids) if ids else None))
+        after = self._disconnect_after
+        if after is not None and len(reply.arrivals) >= after:
+            reply.finish = "disconnected"
+            self._finish(now)
+
+    def _take_usage(self, usage: _Usage) -> None:
+        self.reply.n_prompt = usage.prompt_tokens
+        self.reply.n_output = usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            self.reply.n_cached = usage.prompt_tokens_details.cached_tokens
+
+    def _fail(self, error: str, message: str, now: float) -> None:
+        if self.finished.done():
+            return
+        self.reply.error, self.reply.message = error, message
+        self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        if self.finished.done():
+            return
+        self.reply.end = now
+        self._classify()
+        self.finished.set_result(None)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _classify(self) -> None:
+        reply = self.reply
+        if reply.error is None and reply.status != 200:
+            reply.error = f"http_{reply.status}"
+            reply.message = reply.body.decode(errors="replace")[:500]
+        elif reply.error is None and self._events and reply.finish is None and not reply.is_done:
+            reply.error, reply.message = "truncated", "the stream ended without a finish reason"
+
+
+def _payload(endpoint: Endpoint, method: str, path: str, body: bytes) -> bytes:
+    key = f"Authorization: Bearer {endpoint.api_key}\r\n" if endpoint.api_key else ""
+    head = (
+        f"{method} {endpoint.base}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
+        f"Accept: text/event-stream, application/json\r\nConnection: close\r\n{key}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def exchange(
+    endpoint: Endpoint,
+    path: str,
+    body: Mapping[str, Any] | bytes | None,
+    *,
+    timeout_s: float = _TIMEOUT_S,
+    disconnect_after: int | None = None,
+    on_start: Callable[[], None] | None = None,
+) -> Reply:
+    """Send one request and read its answer to the end; never raises for what the far end does.
+
+    ``body`` None makes it a GET. ``disconnect_after`` closes the connection after so many events
+    with output, as a client that goes away would. Cancelling the task closes the connection.
+    """
+    data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
+    payload = _payload(endpoint, "GET" if body is None else "POST", path, data)
+    loop = asyncio.get_running_loop()
+    started = clock()
+    context = ssl.create_default_context() if endpoint.tls else None
+    try:
+        _, protocol = await asyncio.wait_for(
+            loop.create_connection(
+                lambda: _Exchange(payload, disconnect_after),
+                endpoint.host,
+                endpoint.port,
+                ssl=context,
+            ),
+            min(timeout_s, 30.0),
+        )
+    except (OSError, asyncio.TimeoutError) as error:
+        message = f"{endpoint.url}: {error or 'no connection'}"
+        return Reply(sent=started, end=clock(), error="connect", message=message)
+    if on_start is not None:
+        on_start()
+    return await _wait(protocol, timeout_s, started)
+
+
+async def _wait(protocol: _Exchange, timeout_s: float, started: float) -> Reply:
+    timer = asyncio.get_running_loop().call_later(
+        timeout_s, protocol.abort, "timeout", f"no end after {timeout_s:g} s"
+    )
+    try:
+        await protocol.finished
+    finally:
+        timer.cancel()
+        protocol.abort("cancelled", "cancelled by this side")
+    protocol.reply.sent = started
+    return protocol.reply
+
+
+async def get_json(endpoint: Endpoint, path: str, *, timeout_s: float = 5.0) -> Any:
+    """The decoded body of a GET, or None when the server has nothing of the kind."""
+    reply = await exchange(endpoint, path, None, timeout_s=timeout_s)
+    if reply.error is not None:
+        return None
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        return None
+
+
+async def post_json(
+    endpoint: Endpoint, path: str, body: Mapping[str, Any], *, timeout_s: float = 60.0
+) -> Any:
+    """The decoded body of a POST, or None when the server refused."""
+    reply = await exchange(endpoint, path, body, timeout_s=timeout_s)
+    if reply.error is not None:
+        return None
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        return None

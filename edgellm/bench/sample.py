@@ -1,0 +1,176 @@
+"""One measured request: when its tokens came, how many there were, and how we know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import msgspec
+
+from edgellm.bench.client import Arrival, Endpoint, Reply, post_json
+from edgellm.metrics import RequestTimings, request_timings
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to send. ``group`` tells the kinds of traffic of one run apart."""
+
+    path: str
+    body: dict[str, Any]
+    max_tokens: int | None = None
+    group: str = "main"
+    disconnect_after: int | None = None
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One request as it was seen from the client. Times are seconds of one monotonic clock.
+
+    ``intended`` is when it should have been sent: latency counts from there, so that a client or
+    a server that falls behind cannot hide it (coordinated omission).
+    """
+
+    group: str
+    intended: float
+    sent: float
+    end: float
+    token_times: list[float] = msgspec.field(default_factory=list)
+    """One entry an output token; tokens of one event are spread over the gap before it."""
+    arrival_times: list[float] = msgspec.field(default_factory=list)
+    """One entry an event with output: what a reader sees, stalls included."""
+    n_prompt: int | None = None
+    n_cached: int | None = None
+    n_output: int = 0
+    counted_by: str = "usage"
+    """usage, timings, tokens (ids in the events), length, tokenize, or events (a guess)."""
+    finish: str | None = None
+    error: str | None = None
+    message: str = ""
+    timings: RequestTimings = RequestTimings()
+    server_prefill_tps: float | None = None
+    server_decode_tps: float | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """It ended as it should and produced something."""
+        return self.error is None
+
+
+def spread_tokens(arrivals: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """A time for every token: those of one event share the gap that ended with it evenly.
+
+    Tokens of the first event all carry its time: nothing is known of what came before it.
+    """
+    if not arrivals:
+        return []
+    times = [arrivals[0]] * counts[0]
+    for (before, now), n in zip(pairwise(arrivals), counts[1:], strict=True):
+        times += [before + (now - before) * (i + 1) / n for i in range(n)]
+    return times
+
+
+def share_out(total: int, texts: Sequence[str]) -> list[int]:
+    """How many of ``total`` tokens each event carried, when the server does not say.
+
+    One each when the numbers agree; else a fixed number an event with a shorter last one (or a
+    single first token), as servers that batch their events send; else by the length of the text.
+    """
+    n = len(texts)
+    for first in (0, 1):
+        rest, slots = total - first, n - first
+        if slots < 1 or rest < slots:
+            continue
+        size = -(-rest // slots)
+        last = rest - size * (slots - 1)
+        if last >= 1:
+            return [first] * first + [size] * (slots - 1) + [last]
+    return _by_length(total, texts)
+
+
+def _by_length(total: int, texts: Sequence[str]) -> list[int]:
+    """Proportional to text, in whole numbers that sum to ``total``; the first gets at least one."""
+    n_chars = sum(map(len, texts)) or 1
+    done = accumulate(map(len, texts))
+    edges = [min(total, max(1, round(total * n / n_chars))) for n in done]
+    return [b - a for a, b in pairwise([0, *edges])]
+
+
+async def make_sample(endpoint: Endpoint, job: Job, intended: float, reply: Reply) -> Sample:
+    """Count a reply's tokens and work out its timings."""
+    n_output, counted_by = await _count(endpoint, job, reply)
+    arrivals = reply.arrivals
+    times = [a.time for a in arrivals]
+    token_times = spread_tokens(times, _per_event(arrivals, n_output)) if n_output else []
+    if times and not token_times:
+        token_times = [times[0]]
+    end = reply.end if reply.error or not times else times[-1]
+    sample = Sample(
+        group=job.group,
+        intended=intended,
+        sent=reply.sent,
+        end=reply.end,
+        token_times=token_times,
+        arrival_times=times,
+        n_prompt=reply.n_prompt,
+        n_cached=reply.n_cached,
+        n_output=n_output,
+        counted_by=counted_by,
+        finish=reply.finish,
+        error=reply.error if reply.error or times else "empty",
+        message=reply.message,
+    )
+    sample.timings = request_timings(
+        arrival=intended,
+        scheduled=reply.sent,
+        token_times=token_times,
+        end=end,
+        n_computed=max(0, (reply.n_prompt or 0) - (reply.n_cached or 0)),
+    )
+    _take_server_rates(sample, reply.timings)
+    return sample
+
+
+def _per_event(arrivals: Sequence[Arrival], total: int) -> list[int]:
+    known = [a.n_tokens for a in arrivals]
+    exact = [n for n in known if n is not None]
+    if len(exact) == len(known) and sum(exact) == total:
+        return exact
+    return share_out(total, [a.text for a in arrivals]) if arrivals else []
+
+
+async def _count(endpoint: Endpoint, job: Job, reply: Reply) -> tuple[int, str]:
+    """Output tokens and where the number is from, the surest source first."""
+    if reply.n_output is not None:
+        return reply.n_output, "usage"
+    told = (reply.timings or {}).get("predicted_n")
+    if isinstance(told, int):
+        return told, "timings"
+    known = [a.n_tokens for a in reply.arrivals]
+    if known and all(n is not None for n in known):
+        return sum(n or 0 for n in known), "tokens"
+    if reply.finish == "length" and job.max_tokens is not None:
+        return job.max_tokens, "length"
+    if not reply.arrivals:
+        return 0, "events"
+    return await _tokenize(endpoint, reply)
+
+
+async def _tokenize(endpoint: Endpoint, reply: Reply) -> tuple[int, str]:
+    text = "".join(a.text for a in reply.arrivals)
+    answer = await post_json(endpoint, "/tokenize", {"content": text, "prompt": text})
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if isinstance(tokens, list):
+        return len(tokens), "tokenize"
+    return len(reply.arrivals), "events"
+
+
+_RATES: Final = {
+    "prompt_per_second": "server_prefill_tps",
+    "predicted_per_second": "server_decode_tps",
+}
+
+
+def _take_server_rates(sample: Sample, timings: dict[str, Any] | None) -> None:
+    for key, name in _RATES.items():
+        value = (timings or {}).get(key)
+        if isinstance(value, (int, float)):
+            setattr(sample, name, float(value))
