@@ -172,6 +172,10 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     def variable(self) -> str:
         return "EDGELLM_" + self.key.replace(".", "_").upper()
 
+    @property
+    def is_size(self) -> bool:
+        return any(isinstance(m, Meta) and (m.extra or {}).get("size") for m in _meta(self.type))
+
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where a value came from: ``default``, ``profile``, ``file``, ``variable`` or ``flag``."""
@@ -291,7 +295,7 @@ def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     Raises ConfigError before writing when the key or the value is wrong.
     """
     path = paths.config_file()
-    _check_one(key, value)
+    value = _checked(key, value)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     changed = _edit(text, key, value)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -301,12 +305,15 @@ def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     return path
 
 
-def _check_one(key: str, value: Any) -> None:
+def _checked(key: str, value: Any) -> Any:
+    """``value`` of the key's own type, but a size as it was written: 6GiB reads better."""
     keys = known_keys()
     if key not in keys:
-        raise _unknown(key, keys, "edgellm config set")
-    if value is not None:
-        _convert(keys[key], value, Origin(kind="flag", detail=key))
+        raise _unknown(key, keys, "config.toml")
+    if value is None:
+        return None
+    converted = _convert(keys[key], value, Origin(kind="file", detail="config.toml"))
+    return value if keys[key].is_size else converted
 
 
 def _edit(text: str, key: str, value: Any) -> str:
@@ -338,6 +345,8 @@ def _toml_literal(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_literal(part) for part in value) + "]"
     # A JSON string is a TOML basic string.
     return msgspec.json.encode(str(value)).decode()
 
@@ -459,7 +468,7 @@ def _merge(layers: list[_Layer], keys: Mapping[str, Known]) -> Config:
 
 def _convert(known: Known, value: Any, origin: Origin) -> Any:
     try:
-        if isinstance(value, str) and _is_size(known.type):
+        if isinstance(value, str) and known.is_size:
             value = parse_bytes(value)
         elif isinstance(value, str) and _is_list(known.type):
             value = [part.strip() for part in value.split(",") if part.strip()]
@@ -468,27 +477,24 @@ def _convert(known: Known, value: Any, origin: Origin) -> Any:
         return msgspec.convert(value, known.type, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(
-            f"{known.key} ({origin}): {_plain(str(error))}, got {value!r}",
-            hint=f"edgellm config explains {known.key}: {known.description}",
+            f"{known.key} ({origin}): {_plain(error, value)}",
+            hint="edgellm config",
         ) from error
 
 
-def _plain(text: str) -> str:
-    """msgspec's message in a person's words."""
-    return text.replace("`", "").replace(" | null", "").replace("Expected", "expected")
+def _plain(error: Exception, value: Any) -> str:
+    """What msgspec or parse_bytes found wrong, in a person's words."""
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error)
+    expected = str(error).partition(", got ")[0].replace("`", "").replace(" | null", "")
+    return f"{expected[:1].lower()}{expected[1:]}, got {value!r}"
 
 
-def _is_size(kind: Any) -> bool:
-    return any(
-        isinstance(m, Meta) and bool((m.extra or {}).get("size")) for m in _all_metadata(kind)
-    )
-
-
-def _all_metadata(kind: Any) -> Iterator[Any]:
+def _meta(kind: Any) -> Iterator[Any]:
     if get_origin(kind) is Annotated:
         inner, *rest = get_args(kind)
         yield from rest
-        yield from _all_metadata(inner)
+        yield from _meta(inner)
 
 
 def _is_list(kind: Any) -> bool:

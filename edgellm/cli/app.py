@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from edgellm import __version__
 from edgellm.cli import errors
@@ -60,7 +60,9 @@ def build_app(first: str | None = None) -> App:
     app = App(
         name="edgellm",
         help="Run GGUF models with llama.cpp, planned to the MiB, on the machine you own.",
-        help_epilogue=_EPILOGUE,
+        help_epilogue=None if first is not None else _EPILOGUE,
+        help_format="plaintext" if first is None else "markdown",
+        default_parameter=Parameter(negative=()),
         version=f"edgellm {__version__}",
         result_action="return_value",
         group_commands=Group("Other", sort_key=9),
@@ -93,9 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments:
         arguments = ["tui"] if sys.stdout.isatty() and sys.stdin.isatty() else ["--help"]
-    first = arguments[0]
-    _check_command(first)
-    app = build_app(first)
+    _check_command(arguments[0])
+    app = build_app(None if arguments[0].startswith("-") else arguments[0])
     result = app(arguments, exit_on_error=False, print_error=False, help_on_error=False)
     sys.stdout.flush()
     return result if isinstance(result, int) else errors.DONE

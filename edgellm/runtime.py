@@ -1,0 +1,91 @@
+"""The straight line: a model's name -> resolved -> header -> shape -> plan -> engine."""
+
+from __future__ import annotations
+
+from edgellm import devices as devices_
+from edgellm.config import PlanSettings, Settings
+from edgellm.devices import Devices
+from edgellm.errors import ConfigError
+from edgellm.planner.plan import PlanRequest
+from edgellm.units import parse_bytes
+
+
+def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
+    """The planner's question as the settings put it. Raises ConfigError on values it cannot be."""
+    plan = settings.plan
+    return PlanRequest(
+        n_ctx=plan.ctx,
+        n_seq_max=plan.parallel,
+        n_gpu_layers=_n_gpu_layers(plan.ngl),
+        n_batch=plan.batch,
+        n_ubatch=plan.ubatch,
+        n_outputs_max=plan.outputs,
+        type_k=plan.type_k,
+        type_v=plan.type_v,
+        flash_attn=plan.flash_attn,
+        n_cpu_moe=plan.n_cpu_moe,
+        swa_full=plan.swa_full,
+        kv_unified=None if plan.kv_unified is None else plan.kv_unified == "on",
+        tensor_split=_tensor_split(plan.tensor_split),
+        split_mode=plan.split_mode,
+        main_gpu=plan.main_gpu,
+        n_threads=plan.threads,
+        n_threads_batch=plan.threads_batch,
+        use_mmap=plan.mmap,
+        use_mlock=plan.mlock,
+        margin=plan.margin,
+        overhead=plan.overhead,
+        objective=plan.objective,
+        fixed=fixed,
+        draft_model=plan.draft_model,
+        mmproj=plan.mmproj,
+        min_ctx=plan.min_ctx,
+        allow_q4_kv=plan.allow_q4_kv,
+        force=plan.force,
+    )
+
+
+def plan_devices(settings: Settings) -> Devices:
+    """This machine now, with what --vram, --ram and --backend say in place of what is there."""
+    plan = settings.plan
+    return devices_.imagine(
+        devices_.probe(), vram=_vram(plan), ram=plan.ram, backend=_backend(plan)
+    )
+
+
+def _vram(plan: PlanSettings) -> list[int]:
+    try:
+        return [parse_bytes(size) for size in plan.vram]
+    except ValueError as error:
+        raise ConfigError(f"plan.vram: {error}", hint="edgellm plan MODEL --vram 6GiB") from error
+
+
+def _backend(plan: PlanSettings) -> str | None:
+    if plan.backend is None or plan.backend in devices_.BACKENDS:
+        return plan.backend
+    known = ", ".join(devices_.BACKENDS)
+    raise ConfigError(f"plan.backend: {plan.backend!r} is none of {known}", hint="edgellm config")
+
+
+def _n_gpu_layers(text: str | None) -> int | None:
+    if text is None or text == "auto":
+        return None
+    if text == "all":
+        return -1
+    if text.lstrip("-").isdigit() and int(text) >= -1:
+        return int(text)
+    raise ConfigError(f"plan.ngl: {text!r} is not a number, auto or all", hint="--ngl auto")
+
+
+def _tensor_split(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"plan.tensor_split: {text!r} is not a list of numbers", hint="--tensor-split 3,1"
+        ) from error
+    if min(shares) < 0 or sum(shares) <= 0:
+        raise ConfigError(f"plan.tensor_split: {text!r} leaves no card a share")
+    return shares

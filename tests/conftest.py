@@ -1,0 +1,18 @@
+"""What every test stands on: a home of its own, and no settings from the person who runs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def edgellm_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """EDGELLM_HOME in a temporary folder; every other EDGELLM_ variable unset."""
+    for name in [name for name in os.environ if name.startswith("EDGELLM_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "edgellm-home"
+    monkeypatch.setenv("EDGELLM_HOME", str(home))
+    return home
