@@ -1,0 +1,198 @@
+"""One Markdown block as terminal lines, in the theme's colours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, ClassVar, Final
+
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.util import ClassNotFound  # type: ignore[import-untyped]
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import BlockQuote, Heading, Markdown, MarkdownElement
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from rich.theme import Theme
+
+from edgellm.tui.blocks import Block
+
+CODE_MARGIN: Final = 1
+
+
+class _Heading(Heading):
+    """Left-aligned, and only as loud as its level."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text.copy()
+        text.justify = "left"
+        yield text
+
+
+class _Quote(BlockQuote):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update(width=max(options.max_width - 2, 1))
+        bar = Segment("▎ ", console.get_style("markdown.block_quote_border"))
+        for line in console.render_lines(self.elements, inner, style=self.style):
+            yield bar
+            yield from line
+            yield Segment("\n")
+
+
+class EdgeMarkdown(Markdown):
+    """Rich's Markdown in this program's look."""
+
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
+        **Markdown.elements,
+        "heading_open": _Heading,
+        "blockquote_open": _Quote,
+    }
+
+
+class Ink:
+    """The styles of a transcript, made once a theme from Textual's variables."""
+
+    def __init__(self, variables: Mapping[str, str], *, dark: bool) -> None:
+
+        def color(name: str) -> Style:
+            return Style(color=variables[name])
+
+        self.dark = dark
+        self.text = color("foreground")
+        self.muted = color("muted")
+        self.faint = color("faint")
+        self.primary = color("primary") + Style(bold=True)
+        self.secondary = color("secondary") + Style(bold=True)
+        self.error = color("error")
+        self.warning = color("warning")
+        self.code = Style(bgcolor=variables["code-background"], color=variables["foreground"])
+        self.code_faint = Style(bgcolor=variables["code-background"], color=variables["faint"])
+        self.rich_theme = Theme(self._markdown(variables))
+        self.token_styles = _token_styles(variables)
+
+    @staticmethod
+    def _markdown(variables: Mapping[str, str]) -> dict[str, Style | str]:
+        primary, secondary = variables["primary"], variables["secondary"]
+        accent, muted = variables["accent"], variables["muted"]
+        code = Style(color=accent, bgcolor=variables["code-background"])
+        heading = Style(color=primary, bold=True)
+        return {
+            "markdown.h1": heading + Style(underline=True),
+            "markdown.h2": heading,
+            "markdown.h3": Style(color=secondary, bold=True),
+            "markdown.h4": Style(bold=True),
+            "markdown.h5": Style(bold=True),
+            "markdown.h6": Style(italic=True),
+            "markdown.code": code,
+            "markdown.block_quote": Style(color=muted, italic=True),
+            "markdown.block_quote_border": Style(color=primary),
+            "markdown.item.bullet": Style(color=primary, bold=True),
+            "markdown.item.number": Style(color=primary),
+            "markdown.hr": Style(color=variables["border"]),
+            "markdown.link": Style(color=secondary, underline=True),
+            "markdown.link_url": Style(color=secondary, underline=True),
+            "markdown.table.border": Style(color=variables["border"]),
+            "markdown.table.header": Style(color=muted, bold=True),
+        }
+
+
+def _token_styles(variables: Mapping[str, str]) -> dict[str, Style]:
+    """Pygments token names (their first words) to styles; the longest match wins."""
+    on = variables["code-background"]
+
+    def style(name: str, *, bold: bool = False, italic: bool = False) -> Style:
+        return Style(color=variables[name], bgcolor=on, bold=bold, italic=italic)
+
+    return {
+        "Token": style("foreground"),
+        "Token.Keyword": style("secondary", bold=True),
+        "Token.Name.Function": style("primary"),
+        "Token.Name.Class": style("primary", bold=True),
+        "Token.Name.Decorator": style("accent"),
+        "Token.Name.Builtin": style("secondary"),
+        "Token.Literal.String": style("success"),
+        "Token.Literal.Number": style("accent"),
+        "Token.Comment": style("faint", italic=True),
+        "Token.Operator": style("muted"),
+        "Token.Punctuation": style("muted"),
+        "Token.Generic.Deleted": style("error"),
+        "Token.Generic.Inserted": style("success"),
+    }
+
+
+class BlockRenderer:
+    """Blocks to lines of segments, for one theme and any width."""
+
+    def __init__(self, ink: Ink) -> None:
+        self.ink = ink
+        self._console = Console(
+            force_terminal=True,
+            color_system="truecolor",
+            theme=ink.rich_theme,
+            legacy_windows=False,
+        )
+
+    def render(self, block: Block, width: int) -> list[list[Segment]]:
+        """Lines no wider than ``width``, without blank lines around them."""
+        if block.is_code:
+            return self._code(block, width)
+        return self._trim(self._lines(EdgeMarkdown(block.text, hyperlinks=False), width))
+
+    def plain(self, text: str, width: int, style: Style) -> list[list[Segment]]:
+        """Text as it is, wrapped."""
+        return self._lines(Text(text, style=style, overflow="fold"), width)
+
+    def _lines(self, renderable: Markdown | Text, width: int) -> list[list[Segment]]:
+        options = self._console.options.update(width=max(width, 8), highlight=False)
+        return self._console.render_lines(renderable, options, style=self.ink.text, pad=False)
+
+    @staticmethod
+    def _trim(lines: list[list[Segment]]) -> list[list[Segment]]:
+        def is_blank(line: list[Segment]) -> bool:
+            return not "".join(segment.text for segment in line).strip()
+
+        while lines and is_blank(lines[0]):
+            lines = lines[1:]
+        while lines and is_blank(lines[-1]):
+            lines = lines[:-1]
+        return lines
+
+    def _code(self, block: Block, width: int) -> list[list[Segment]]:
+        inner = max(width - 2 * CODE_MARGIN, 8)
+        lines = [self._code_edge(block.info.split(" ")[0] or "text", width)] if block.opens else []
+        pad = Segment(" " * CODE_MARGIN, self.ink.code)
+        options = self._console.options.update(width=inner)
+        code = self._console.render_lines(self._highlight(block), options, style=self.ink.code)
+        lines.extend([pad, *line, pad] for line in code)
+        if block.closes:
+            lines.append([Segment(" " * width, self.ink.code)])
+        return lines
+
+    def _code_edge(self, name: str, width: int) -> list[Segment]:
+        label = f" {name[:20]}"
+        return [Segment(label.ljust(width), self.ink.code_faint)]
+
+    def _highlight(self, block: Block) -> Text:
+        text = Text(style=self.ink.code, no_wrap=False, overflow="fold", tab_size=4)
+        lexer = _lexer(block.info.split(" ")[0].lower())
+        if lexer is None:
+            return text.append(block.text)
+        for token, value in lexer.get_tokens(block.text):
+            text.append(value, self._token_style(str(token)))
+        text.rstrip()
+        return text
+
+    def _token_style(self, name: str) -> Style:
+        styles = self.ink.token_styles
+        while name not in styles:
+            name = name.rpartition(".")[0] or "Token"
+        return styles[name]
+
+
+@lru_cache(maxsize=64)
+def _lexer(name: str) -> Any:
+    """The Pygments lexer of a language name, or None when it knows none."""
+    try:
+        return get_lexer_by_name(name, stripnl=False) if name else None
+    except ClassNotFound:
+        return None
