@@ -176,6 +176,19 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     def is_size(self) -> bool:
         return any(isinstance(m, Meta) and (m.extra or {}).get("size") for m in _meta(self.type))
 
+    @property
+    def is_switch(self) -> bool:
+        """on and off are among its words, so true and false may stand for them."""
+        return any("on" in get_args(part) for part in self._parts())
+
+    @property
+    def is_text(self) -> bool:
+        return str in self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        kind = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
+        return get_args(kind) or (kind,)
+
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where a value came from: ``default``, ``profile``, ``file``, ``variable`` or ``flag``."""
@@ -472,8 +485,10 @@ def _convert(known: Known, value: Any, origin: Origin) -> Any:
             value = parse_bytes(value)
         elif isinstance(value, str) and _is_list(known.type):
             value = [part.strip() for part in value.split(",") if part.strip()]
-        elif isinstance(value, bool) and OnOff in get_args(get_args(known.type)[0]):
+        elif isinstance(value, bool) and known.is_switch:
             value = "on" if value else "off"
+        elif isinstance(value, int) and not isinstance(value, bool) and known.is_text:
+            value = str(value)
         return msgspec.convert(value, known.type, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(

@@ -53,8 +53,15 @@ def state_dir() -> Path:
 
 
 def runtime_dir() -> Path:
-    """What lives as long as a process: pid files and addresses of running servers."""
-    return _folder("run", platformdirs.user_runtime_dir(_APP, False))
+    """What lives as long as a process: pid files and addresses of running servers.
+
+    The session's own folder where the system gives one (XDG_RUNTIME_DIR), else below the state: a
+    shared folder such as /tmp is open to others' files of the same name.
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if home() is None and session and Path(session).is_dir():
+        return Path(session) / _APP
+    return _folder("run", str(state_dir() / "run"))
 
 
 def profile_dirs() -> tuple[Path, ...]:

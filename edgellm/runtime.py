@@ -72,7 +72,7 @@ def _n_gpu_layers(text: str | None) -> int | None:
         return None
     if text == "all":
         return -1
-    if text.lstrip("-").isdigit() and int(text) >= -1:
+    if text == "-1" or text.isdecimal():
         return int(text)
     raise ConfigError(f"plan.ngl: {text!r} is not a number, auto or all", hint="--ngl auto")
 

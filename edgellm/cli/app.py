@@ -49,6 +49,8 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
     ("setup", "edgellm.cli.setup:setup", _MACHINE, "Install the engine for this machine's GPU."),
 )
 
+_ROOT_FLAGS: Final = ("--help", "-h", "--version")
+
 _EPILOGUE: Final = (
     "Start with:  edgellm pull starter && edgellm chat starter\n\n"
     "Each command has --help with an example."
@@ -104,12 +106,13 @@ def _run(arguments: list[str]) -> int:
 
 def _check_command(first: str) -> None:
     """Refuse an unknown command here: cyclopts would import every command to name them."""
-    names = [name for name, *_ in COMMANDS]
-    if first.startswith("-") or first in names:
+    names = [*_ROOT_FLAGS, *(name for name, *_ in COMMANDS)]
+    if first in names:
         return
     near = difflib.get_close_matches(first, names, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise errors.UsageError(f"no command {first!r}{meant}", hint="edgellm --help")
+    kind = "option" if first.startswith("-") else "command"
+    raise errors.UsageError(f"no {kind} {first!r}{meant}", hint="edgellm --help")
 
 
 def _usage_error(error: CycloptsError) -> errors.UsageError:

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edgellm import errors
+from edgellm.cli import app as app_
+from edgellm.cli import errors as cli_errors
+from edgellm.cli.app import COMMANDS, main
+
+HEAVY = ("llama_cpp", "textual", "huggingface_hub", "pynvml", "numpy", "jinja2", "starlette")
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules a fresh interpreter holds after running ``code``."""
+    script = f"{code}\nimport sys; print('\\n'.join(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import edgellm",
+        "from edgellm.cli import main; main(['--help'])",
+        "from edgellm.cli import main; main(['--version'])",
+        "from edgellm.cli import main; main(['no-such-command'])",
+        "from edgellm.cli import main; main(['config', '--json'])",
+    ],
+)
+def test_light_commands_import_nothing_heavy(code: str) -> None:
+    assert not modules_after(code).intersection(HEAVY)
+
+
+def test_importing_edgellm_imports_nothing_else() -> None:
+    extra = modules_after("import edgellm") - modules_after("")
+    assert extra == {"edgellm", "__future__"}
+
+
+def test_help_imports_no_command() -> None:
+    loaded = modules_after("from edgellm.cli import main; main(['--help'])")
+    commands = {m for m in loaded if m.startswith("edgellm.cli.")}
+    assert commands == {"edgellm.cli.app", "edgellm.cli.errors"}
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, _, _, line in COMMANDS:
+        assert name in shown
+        assert line.split()[0] in shown
+
+
+def test_no_arguments_without_a_terminal_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage: edgellm COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--version"])
+def test_version_is_the_packages(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from edgellm import __version__
+
+    assert main([flag]) == 0
+    assert capsys.readouterr().out.strip() == f"edgellm {__version__}"
+
+
+def stderr_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["plam"], ["config", "--nope"], ["config", "set", "plan.ctx"], ["--nope"]],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    lines = stderr_lines(capsys)
+    assert lines[0].startswith("edgellm: error: ")
+    assert lines[1].startswith("  try: edgellm")
+    assert len(lines) == 2
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plam"]) == 2
+    assert "did you mean 'plan'?" in stderr_lines(capsys)[0]
+
+
+CASES: list[tuple[Callable[[], BaseException], int]] = [
+    (lambda: errors.ConfigError("x"), 2),
+    (lambda: errors.InvalidRequestError("x", param="n"), 2),
+    (lambda: errors.ContextOverflowError(9, 8), 2),
+    (lambda: errors.ModelNotFoundError("x"), 3),
+    (lambda: errors.DoesNotFitError("x", device="CUDA0", required=2, available=1), 4),
+    (lambda: errors.GGUFError("a.gguf", "not a GGUF"), 5),
+    (lambda: errors.ChecksumError("x"), 5),
+    (lambda: errors.DownloadError("x"), 1),
+    (lambda: errors.EngineDeadError("x"), 1),
+    (lambda: errors.PlanError("x"), 1),
+    (lambda: ZeroDivisionError("x"), 1),
+    (KeyboardInterrupt, 130),
+]
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(_: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(app_, "_run", run)
+
+
+@pytest.mark.parametrize(("make", "code"), CASES)
+def test_each_error_has_its_exit_code(
+    make: Callable[[], BaseException], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raising(monkeypatch, make())
+    assert main(["plan"]) == code
+
+
+def test_every_error_of_the_tree_has_an_exit_code() -> None:
+    def tree(kind: type[errors.EdgeLLMError]) -> list[type[errors.EdgeLLMError]]:
+        return [kind, *(x for sub in kind.__subclasses__() for x in tree(sub))]
+
+    for kind in tree(errors.EdgeLLMError):
+        assert any(issubclass(kind, known) for known, _ in cli_errors.EXIT_CODES)
+
+
+def test_an_error_is_one_line_even_when_its_text_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, errors.EngineError("first\n  second", hint="do\nthis"))
+    assert main(["plan"]) == 1
+    assert stderr_lines(capsys) == ["edgellm: error: first second", "  try: do this"]
+
+
+def test_with_json_an_error_is_json_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = errors.DoesNotFitError(
+        "too big", device="CUDA0", required=2, available=1, smallest_fix="--ctx 1024"
+    )
+    raising(monkeypatch, error)
+    assert main(["plan", "x", "--json"]) == 4
+    (line,) = stderr_lines(capsys)
+    said: dict[str, Any] = json.loads(line)["error"]
+    assert said["type"] == "DoesNotFitError"
+    assert (said["device"], said["required"], said["available"]) == ("CUDA0", 2, 1)
+    assert (said["hint"], said["exit_code"]) == ("--ctx 1024", 4)
+
+
+def test_a_traceback_is_printed_only_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, ZeroDivisionError("zero"))
+    main(["plan"])
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv("EDGELLM_DEBUG", "1")
+    main(["plan"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_reading_is_not_an_error() -> None:
+    script = "import sys; from edgellm.cli import main; sys.exit(main(['config', '--json']))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    assert child.wait(timeout=30) == 0
+    child.stderr.close()

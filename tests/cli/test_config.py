@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgellm.cli.app import main
+
+
+def test_config_prints_each_value_and_its_origin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGELLM_PLAN_CTX", "8192")
+    assert main(["config", "set", "plan.margin", "512MiB"]) == 0
+    capsys.readouterr()
+    assert main(["config"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "8192" in rows["plan.ctx"]
+    assert "variable" in rows["plan.ctx"]
+    assert "512 MiB" in rows["plan.margin"]
+    assert "default" in rows["serve.port"]
+
+
+def test_config_json_holds_value_origin_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--json"]) == 0
+    port = json.loads(capsys.readouterr().out)["serve.port"]
+    assert port["value"] == 8080
+    assert port["origin"]["kind"] == "default"
+    assert port["variable"] == "EDGELLM_SERVE_PORT"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_config_never_prints_a_key(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGELLM_SERVE_API_KEY", "sesame")
+    assert main(["config", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "sesame" not in shown
+    assert "(set)" in shown
+
+
+def test_config_set_refuses_a_wrong_value_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "set", "plan.ctx", "hot"]) == 2
+    assert "expected int, got 'hot'" in capsys.readouterr().err
+
+
+def test_config_unset_restores_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "set", "serve.port", "9000"])
+    main(["config", "unset", "serve.port"])
+    capsys.readouterr()
+    main(["config", "--json"])
+    assert json.loads(capsys.readouterr().out)["serve.port"]["value"] == 8080
