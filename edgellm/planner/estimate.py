@@ -1,0 +1,197 @@
+"""Where every byte goes: shape + parameters -> a ledger for each GPU and for the host. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgellm.devices import Gpu, Host
+from edgellm.gguf.shape import ModelShape
+from edgellm.planner.compute import compute_bytes
+from edgellm.planner.memory import (
+    CacheShape,
+    cache_shape,
+    kv_bytes,
+    padded_v_width,
+    resolve_ctx,
+    state_bytes,
+)
+from edgellm.planner.overhead import default_overhead
+from edgellm.planner.placement import (
+    HOST,
+    device_bytes,
+    device_tensors,
+    layer_devices,
+    mapped_bytes,
+)
+from edgellm.planner.plan import DeviceLedger, HostLedger, PlanParams
+from edgellm.planner.types import pad
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is asked of a device beside the model: bytes kept free, bytes the backend takes."""
+
+    margin: int = 0
+    overhead: int | None = None
+    """None: the table's."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One estimate."""
+
+    params: PlanParams
+    devices: tuple[DeviceLedger, ...]
+    host: HostLedger
+    layer_device: tuple[int, ...]
+    flash: bool
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return all(d.headroom >= 0 for d in self.devices) and self.host.used <= self.host.available
+
+
+def estimate(
+    shape: ModelShape,
+    params: PlanParams,
+    gpus: Sequence[Gpu],
+    host: Host,
+    terms: Sequence[Terms] | Terms = Terms(),
+) -> Ledger:
+    """The ledger of ``params`` as given."""
+    params = settle(shape, params)
+    shares = params.tensor_split or tuple(float(g.free) for g in gpus)
+    devices = layer_devices(shape, params.n_gpu_layers, shares[: len(gpus)])
+    flash = flash_attention(shape, params, devices)
+    held = device_tensors(shape, devices, params.n_cpu_moe)
+    cache = settled_cache(shape, params)
+    kv, state = _caches(shape, params, cache, devices, flash)
+    compute = compute_bytes(shape, params, cache, devices, flash, gpus)
+    each = [terms] * len(gpus) if isinstance(terms, Terms) else list(terms)
+    ledgers = []
+    for i, gpu in enumerate(gpus):
+        experts = shape.has_experts
+        overhead = each[i].overhead
+        if overhead is None:
+            overhead = default_overhead(gpu, experts=experts, flash=flash)
+        ledgers.append(
+            _device_ledger(
+                gpu,
+                margin=each[i].margin,
+                weights=device_bytes(held.get(i, ())),
+                kv_cache=kv.get(i, 0),
+                recurrent_state=state.get(i, 0),
+                compute=compute.devices[i],
+                overhead=overhead,
+                n_layers=sum(1 for d in devices if d == i),
+            )
+        )
+    host_ledger = _host_ledger(
+        host,
+        weights=mapped_bytes(held[HOST]) if params.use_mmap else sum(t.n_bytes for t in held[HOST]),
+        kv_cache=kv.get(HOST, 0),
+        recurrent_state=state.get(HOST, 0),
+        compute=compute.host,
+        output=output_bytes(shape, params),
+    )
+    return Ledger(
+        params=params,
+        devices=tuple(ledgers),
+        host=host_ledger,
+        layer_device=tuple(devices),
+        flash=flash,
+    )
+
+
+def settle(shape: ModelShape, params: PlanParams) -> PlanParams:
+    """``params`` as llama_context's constructor would make them."""
+    n_ctx, n_ctx_seq = resolve_ctx(params.n_ctx, params.n_seq_max, params.kv_unified)
+    n_batch = min(params.n_ctx, params.n_batch) if shape.causal else params.n_batch
+    n_ubatch = min(n_batch, params.n_ubatch or n_batch)
+    changed = {
+        "n_ctx": n_ctx,
+        "n_ctx_seq": n_ctx_seq,
+        "n_batch": n_batch,
+        "n_ubatch": n_ubatch,
+    }
+    return replace(params, **changed)
+
+
+def replace(params: PlanParams, **changes: object) -> PlanParams:
+    """``params`` with ``changes``; msgspec has structs.replace, typed here."""
+    import msgspec  # noqa: PLC0415
+
+    return msgspec.structs.replace(params, **changes)
+
+
+def settled_cache(shape: ModelShape, params: PlanParams) -> CacheShape:
+    return cache_shape(
+        shape,
+        n_ctx_seq=params.n_ctx_seq,
+        n_ubatch=params.n_ubatch,
+        n_seq_max=params.n_seq_max,
+        kv_unified=params.kv_unified,
+        swa_full=params.swa_full,
+    )
+
+
+def _caches(
+    shape: ModelShape,
+    params: PlanParams,
+    cache: CacheShape,
+    devices: Sequence[int],
+    flash: bool,
+) -> tuple[dict[int, int], dict[int, int]]:
+    """KV and recurrent bytes by device."""
+    kv: dict[int, int] = {}
+    state: dict[int, int] = {}
+    v_width = padded_v_width(shape, flash)
+    for il, layer in enumerate(shape.layers):
+        where = devices[il] if params.offload_kqv else HOST
+        kv[where] = kv.get(where, 0) + kv_bytes(layer, cache, params.type_k, params.type_v, v_width)
+        state[where] = state.get(where, 0) + state_bytes(layer, cache)
+    return kv, state
+
+
+def flash_attention(shape: ModelShape, params: PlanParams, devices: Sequence[int]) -> bool:
+    """What flash_attn resolves to."""
+    return params.flash_attn != "off"
+
+
+def output_bytes(shape: ModelShape, params: PlanParams) -> int:
+    """llama_context::output_reserve for one output a sequence: logits, and embeddings if asked."""
+    width = shape.n_vocab
+    if params.embeddings:
+        width = shape.n_vocab + shape.n_embd_out
+    return 4 * params.n_seq_max * width
+
+
+def _device_ledger(gpu: Gpu, *, margin: int, overhead: int, n_layers: int, **entries: int) -> DeviceLedger:
+    """A GPU that holds nothing is not initialised for compute, and costs nothing."""
+    used = sum(entries.values())
+    overhead = overhead if used else 0
+    return DeviceLedger(
+        id=gpu.id,
+        name=gpu.name,
+        backend=gpu.backend,
+        total=gpu.total,
+        free=gpu.free,
+        margin=margin,
+        overhead=overhead,
+        used=used + overhead,
+        headroom=gpu.free - margin - used - overhead,
+        uuid=gpu.uuid,
+        n_layers=n_layers,
+        **entries,
+    )
+
+
+def _host_ledger(host: Host, **entries: int) -> HostLedger:
+    return HostLedger(
+        total=host.total, available=host.available, used=sum(entries.values()), **entries
+    )
+
+
+__all__ = ["Ledger", "Terms", "estimate", "pad", "replace", "settle"]
