@@ -10,7 +10,7 @@ file says otherwise, and everything that may be an array per layer is read as on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -23,6 +23,7 @@ from edgellm.gguf.arch import (
     RECURRENT,
     SWA_RULES,
     SwaRule,
+    names,
 )
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def _build(
         name=str(metadata.get("general.name") or _stem(str(file.path))),
         path=str(file.path),
         arch=arch,
-        quant=quant_name(metadata, [*rest, *(t for block in blocks for t in block)]),
+        quant=file.quant,
         file_bytes=file.file_bytes,
         n_params=sum(t.n_elements for block in [*blocks, rest] for t in block),
         n_layer_all=keys.n_layer,
@@ -412,9 +413,13 @@ def _window(keys: Keys, arch: str) -> tuple[int, str]:
         return 0, "none"
     found = keys.number("attention.sliding_window", -1)
     if rule.fixed_window:
-        return (0, "none") if found == 0 or not _rule_applies(rule, keys) else (
-            rule.fixed_window,
-            rule.kind,
+        return (
+            (0, "none")
+            if found == 0 or not _rule_applies(rule, keys)
+            else (
+                rule.fixed_window,
+                rule.kind,
+            )
         )
     window = found if found >= 0 else rule.default_window
     return (window, rule.kind) if window > 0 and _rule_applies(rule, keys) else (0, "none")
@@ -452,8 +457,8 @@ def _slides(il: int, period: int, dense_first: bool) -> bool:
     return il % period != 0 if dense_first else il % period < period - 1
 
 
-_ZERO_HEADS_RECUR: Final = frozenset(
-    "bailingmoe3 granitehybrid glm5-next jamba kimi-k3 kimi-linear lfm2 lfm2moe plamo2".split()
+_ZERO_HEADS_RECUR: Final = names(
+    """bailingmoe3 granitehybrid glm5-next jamba kimi-k3 kimi-linear lfm2 lfm2moe plamo2"""
 )
 _INTERVAL_RECUR: Final = {
     "qwen3next": 4,
@@ -472,7 +477,8 @@ def recurrent_layers(
     n_all, n_layer = keys.n_layer, keys.n_layer - _nextn(keys)
     if arch in RECURRENT or arch == "falcon-h1":
         return [True] * n_all
-    if arch in _ZERO_HEADS_RECUR:
+    unknown_hybrid = arch not in KNOWN and keys.has("ssm.state_size")
+    if arch in _ZERO_HEADS_RECUR or unknown_hybrid:
         return [n_head_kv[il] == 0 for il in range(n_all)]
     if arch in _NEMOTRON_H:
         return [il < n_layer and n_head_kv[il] == 0 and n_ff[il] == 0 for il in range(n_all)]
@@ -481,8 +487,6 @@ def recurrent_layers(
             return [bool(x) for x in keys.per_layer("attention.recurrent_layers")]
         interval = keys.number("full_attention_interval", _INTERVAL_RECUR[arch])
         return [il < n_layer and (il + 1) % interval != 0 for il in range(n_all)]
-    if arch not in KNOWN and keys.has("ssm.state_size"):
-        return [n_head_kv[il] == 0 for il in range(n_all)]
     return [False] * n_all
 
 
@@ -502,15 +506,7 @@ def caches_kv(keys: Keys, arch: str, il: int, recurrent: bool, n_ff: Sequence[in
     return not recurrent
 
 
-_INDEXED: Final[Mapping[str, Callable[[Keys, int], bool]]] = {
-    "deepseek32": lambda keys, il: True,
-    "glm-dsa": lambda keys, il: _owns_indexer(keys, il),
-    "glm5-next": lambda keys, il: _owns_indexer(keys, il),
-    "hy_v4": lambda keys, il: keys.number("attention.indexer.top_k") > 0 and _owns_indexer(keys, il),
-    "dots3note": lambda keys, il: _owns_indexer(keys, il),
-    "qwen4exp": lambda keys, il: True,
-    "minimax-m3": lambda keys, il: il >= keys.number("leading_dense_block_count"),
-}
+_INDEX_TYPES: Final = ("glm-dsa", "glm5-next", "hy_v4", "dots3note")
 
 
 def _owns_indexer(keys: Keys, il: int) -> bool:
@@ -521,10 +517,13 @@ def _owns_indexer(keys: Keys, il: int) -> bool:
 
 
 def _index_width(keys: Keys, arch: str, il: int) -> int:
-    owns = _INDEXED.get(arch)
-    if owns is None or not owns(keys, il):
-        return 0
-    return keys.number("attention.indexer.key_length")
+    if arch in ("deepseek32", "qwen4exp"):
+        owns = True
+    elif arch == "minimax-m3":
+        owns = il >= keys.number("leading_dense_block_count")
+    else:
+        owns = arch in _INDEX_TYPES and _owns_indexer(keys, il)
+    return keys.number("attention.indexer.key_length") if owns else 0
 
 
 def _state_widths(keys: Keys, arch: str, n_head: Sequence[int]) -> tuple[int, int]:
@@ -547,55 +546,3 @@ def _state_widths(keys: Keys, arch: str, n_head: Sequence[int]) -> tuple[int, in
         head = _head_sizes(keys, n_head)[0][0]
         return conv * (inner + 2 * groups * state), head * head * first
     return conv * (inner + 2 * groups * state), state * inner
-
-
-# --- quantisation -----------------------------------------------------------------------------
-
-_FILE_TYPES: Final = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    19: "IQ2_XXS",
-    20: "IQ2_XS",
-    21: "Q2_K_S",
-    22: "IQ3_XS",
-    23: "IQ3_XXS",
-    24: "IQ1_S",
-    25: "IQ4_NL",
-    26: "IQ3_S",
-    27: "IQ3_M",
-    28: "IQ2_S",
-    29: "IQ2_M",
-    30: "IQ4_XS",
-    31: "IQ1_M",
-    32: "BF16",
-    36: "TQ1_0",
-    37: "TQ2_0",
-    38: "MXFP4",
-    39: "NVFP4",
-}
-"""LLAMA_FTYPE_* in llama.h; absent numbers were removed there."""
-
-
-def quant_name(metadata: Mapping[str, Any], tensors: Sequence[Tensor]) -> str:
-    """The file's own quantisation name, else the type that holds most bytes."""
-    number = metadata.get("general.file_type")
-    if isinstance(number, int) and number & 1023 in _FILE_TYPES:
-        return _FILE_TYPES[number & 1023]
-    held: dict[str, int] = {}
-    for tensor in tensors:
-        held[tensor.type] = held.get(tensor.type, 0) + tensor.n_bytes
-    return max(held, key=lambda t: held[t], default="unknown").upper()

@@ -22,6 +22,7 @@ def compute_bytes(
     shape: ModelShape,
     params: PlanParams,
     cache: CacheShape,
+    *,
     devices: Sequence[int],
     flash: bool,
     gpus: Sequence[Gpu],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from edgellm.devices import Gpu, Host
 from edgellm.gguf.shape import ModelShape
 from edgellm.planner.compute import compute_bytes
@@ -25,7 +27,6 @@ from edgellm.planner.placement import (
     mapped_bytes,
 )
 from edgellm.planner.plan import DeviceLedger, HostLedger, PlanParams
-from edgellm.planner.types import pad
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ def estimate(
     params: PlanParams,
     gpus: Sequence[Gpu],
     host: Host,
-    terms: Sequence[Terms] | Terms = Terms(),
+    terms: Sequence[Terms] | None = None,
 ) -> Ledger:
     """The ledger of ``params`` as given."""
     params = settle(shape, params)
     shares = params.tensor_split or tuple(float(g.free) for g in gpus)
     devices = layer_devices(shape, params.n_gpu_layers, shares[: len(gpus)])
-    flash = flash_attention(shape, params, devices)
+    flash = flash_attention(params)
     held = device_tensors(shape, devices, params.n_cpu_moe)
     cache = settled_cache(shape, params)
     kv, state = _caches(shape, params, cache, devices, flash)
-    compute = compute_bytes(shape, params, cache, devices, flash, gpus)
-    each = [terms] * len(gpus) if isinstance(terms, Terms) else list(terms)
+    compute = compute_bytes(shape, params, cache, devices=devices, flash=flash, gpus=gpus)
+    each = list(terms) if terms is not None else [Terms()] * len(gpus)
     ledgers = []
     for i, gpu in enumerate(gpus):
         experts = shape.has_experts
@@ -121,8 +122,6 @@ def settle(shape: ModelShape, params: PlanParams) -> PlanParams:
 
 def replace(params: PlanParams, **changes: object) -> PlanParams:
     """``params`` with ``changes``; msgspec has structs.replace, typed here."""
-    import msgspec  # noqa: PLC0415
-
     return msgspec.structs.replace(params, **changes)
 
 
@@ -155,7 +154,7 @@ def _caches(
     return kv, state
 
 
-def flash_attention(shape: ModelShape, params: PlanParams, devices: Sequence[int]) -> bool:
+def flash_attention(params: PlanParams) -> bool:
     """What flash_attn resolves to."""
     return params.flash_attn != "off"
 
@@ -168,7 +167,9 @@ def output_bytes(shape: ModelShape, params: PlanParams) -> int:
     return 4 * params.n_seq_max * width
 
 
-def _device_ledger(gpu: Gpu, *, margin: int, overhead: int, n_layers: int, **entries: int) -> DeviceLedger:
+def _device_ledger(
+    gpu: Gpu, *, margin: int, overhead: int, n_layers: int, **entries: int
+) -> DeviceLedger:
     """A GPU that holds nothing is not initialised for compute, and costs nothing."""
     used = sum(entries.values())
     overhead = overhead if used else 0
@@ -192,6 +193,3 @@ def _host_ledger(host: Host, **entries: int) -> HostLedger:
     return HostLedger(
         total=host.total, available=host.available, used=sum(entries.values()), **entries
     )
-
-
-__all__ = ["Ledger", "Terms", "estimate", "pad", "replace", "settle"]

@@ -27,8 +27,6 @@ def default_overhead(gpu: Gpu, *, experts: bool = False, flash: bool = True) -> 
     """The table's bytes for ``gpu``."""
     base = _BY_BACKEND.get(gpu.backend, 300)
     if gpu.backend == "cuda" and gpu.compute_capability is not None:
-        base = next(
-            mib for since, mib in _CUDA_BY_GENERATION if gpu.compute_capability >= since
-        )
+        base = next(mib for since, mib in _CUDA_BY_GENERATION if gpu.compute_capability >= since)
     extra = MOE_EXTRA if gpu.backend == "cuda" and (experts or not flash) else 0
     return base * MiB + extra

@@ -44,7 +44,7 @@ def layer_devices(shape: ModelShape, n_gpu_layers: int, shares: Sequence[float])
     return [HOST] * start + gpu
 
 
-def loaded(shape: ModelShape, layer: LayerShape) -> bool:
+def loaded(layer: LayerShape) -> bool:
     """Next-token-prediction blocks are skipped unless ``load_mtp`` asks for them."""
     return not layer.is_nextn
 
@@ -55,7 +55,7 @@ def device_tensors(
     """The tensors on each device, HOST included."""
     held: dict[int, list[Tensor]] = {HOST: list(shape.input_tensors)}
     for il, layer in enumerate(shape.layers):
-        if not loaded(shape, layer):
+        if not loaded(layer):
             continue
         here = held.setdefault(devices[il], [])
         if il >= n_cpu_moe or not layer.expert_tensors:

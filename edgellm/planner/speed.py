@@ -1,0 +1,227 @@
+"""Tokens a second, predicted from bytes and bandwidths. Pure.
+
+Decode reads every active weight and the cells in use once a token: bytes over bandwidth, device by
+device, plus a fixed cost a layer. Prefill is bound by arithmetic, or by moving host weights over
+the bus once a ubatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edgellm.devices import Gpu, Host
+from edgellm.gguf.shape import ModelShape
+from edgellm.planner.placement import HOST
+from edgellm.planner.plan import PlanParams, Speed
+from edgellm.planner.types import row_bytes
+
+GB: Final = 1e9
+DEPTH: Final = 2048
+"""Cells in use when decode speed is quoted, whatever the context: so that a larger n_ctx, which
+costs nothing until it is filled, does not look slower."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a device can do: bytes a second from its memory, TFLOP/s with f16, bytes a second over
+    its bus, seconds a layer that no bandwidth explains (kernel launches)."""
+
+    bandwidth: float
+    tflops: float
+    bus: float = 12 * GB
+    per_layer: float = 60e-6
+    basis: str = "table"
+
+
+_EFFICIENCY: Final = 0.75
+"""Share of the nominal bandwidth that quantised matrix-vector products reach."""
+
+_CARDS: Final = (
+    # name pattern, GB/s, TFLOP/s f16 dense, bus GB/s
+    (r"H200", 4800, 700, 50),
+    (r"H100", 3350, 700, 50),
+    (r"A100.*80", 2039, 250, 25),
+    (r"A100", 1555, 250, 25),
+    (r"L40S?", 864, 180, 25),
+    (r"\bL4\b", 300, 60, 12),
+    (r"RTX PRO 6000", 1792, 250, 50),
+    (r"RTX 6000 Ada", 960, 180, 25),
+    (r"RTX A6000", 768, 77, 25),
+    (r"5090 Laptop", 896, 120, 25),
+    (r"5090", 1792, 210, 50),
+    (r"5080", 960, 112, 50),
+    (r"5070 Ti", 896, 88, 50),
+    (r"5070", 672, 62, 50),
+    (r"5060 Ti", 448, 47, 25),
+    (r"5060", 448, 38, 25),
+    (r"4090 Laptop", 576, 80, 12),
+    (r"4090", 1008, 165, 25),
+    (r"4080", 717, 97, 25),
+    (r"4070 Ti SUPER", 672, 88, 25),
+    (r"4070 Laptop", 256, 40, 12),
+    (r"4070", 504, 58, 25),
+    (r"4060 Ti", 288, 44, 12),
+    (r"4060 Laptop", 256, 30, 12),
+    (r"4060", 272, 30, 12),
+    (r"4050", 192, 25, 12),
+    (r"3090", 936, 71, 25),
+    (r"3080 Ti", 912, 68, 25),
+    (r"3080", 760, 59, 25),
+    (r"3070", 448, 40, 25),
+    (r"3060 Ti", 448, 32, 25),
+    (r"3060", 360, 25, 25),
+    (r"3050", 224, 18, 12),
+    (r"2080 Ti", 616, 54, 12),
+    (r"2080", 448, 40, 12),
+    (r"2070", 448, 32, 12),
+    (r"2060", 336, 26, 12),
+    (r"1660", 288, 10, 12),
+    (r"1650 Max-Q", 112, 5, 12),
+    (r"1650", 128, 6, 12),
+    (r"1080 Ti", 484, 11, 12),
+    (r"1080", 320, 9, 12),
+    (r"1070", 256, 6.5, 12),
+    (r"1060", 192, 4.4, 12),
+    (r"1050", 112, 2, 12),
+    (r"\bT4\b", 320, 32, 12),
+    (r"P40", 347, 11, 12),
+    (r"V100", 900, 110, 12),
+    (r"7900 XTX", 960, 100, 25),
+    (r"7900 XT", 800, 85, 25),
+    (r"7800 XT", 624, 65, 25),
+    (r"7700 XT", 432, 55, 25),
+    (r"7600", 288, 38, 12),
+    (r"9070 XT", 640, 95, 25),
+    (r"9070", 640, 72, 25),
+    (r"9060 XT", 320, 50, 25),
+    (r"6900 XT|6950", 512, 40, 25),
+    (r"6800", 512, 36, 25),
+    (r"6700 XT", 384, 25, 25),
+    (r"6600", 224, 17, 12),
+    (r"MI210", 1638, 150, 25),
+    (r"MI50", 1024, 26, 12),
+    (r"A770", 560, 60, 25),
+    (r"A750", 512, 50, 25),
+    (r"B580", 456, 58, 12),
+    (r"M[1-5] Ultra", 800, 50, 800),
+    (r"M4 Max", 546, 34, 546),
+    (r"M[1-3] Max", 400, 26, 400),
+    (r"M[45] Pro", 273, 17, 273),
+    (r"M[1-3] Pro", 200, 12, 200),
+    (r"M5", 153, 12, 153),
+    (r"M4", 120, 8, 120),
+    (r"M[123]", 100, 6, 100),
+)
+_UNKNOWN_BY_SIZE: Final = ((20, 700, 60), (14, 400, 45), (10, 330, 30), (7, 270, 25), (0, 190, 15))
+"""(GiB from, GB/s, TFLOP/s) of a card nobody named: what such cards usually have."""
+
+HOST_BANDWIDTH: Final = 45 * GB
+"""Two channels of DDR4-3200 to DDR5-5600 reach 35-70 GB/s."""
+
+
+def card(gpu: Gpu) -> Card:
+    """The table's entry for ``gpu``, else a typical one for its size."""
+    for pattern, bandwidth, tflops, bus in _CARDS:
+        if re.search(pattern, gpu.name, re.IGNORECASE):
+            return Card(bandwidth * GB * _EFFICIENCY, tflops, bus * GB)
+    if gpu.integrated:
+        return Card(HOST_BANDWIDTH, 2, HOST_BANDWIDTH, basis="unknown device")
+    gib = gpu.total / 2**30
+    _, bandwidth, tflops = next(row for row in _UNKNOWN_BY_SIZE if gib >= row[0])
+    return Card(bandwidth * GB * _EFFICIENCY, tflops, basis="unknown device")
+
+
+def host_card(host: Host) -> Card:
+    """The CPU: its memory's bandwidth, and about 0.05 TFLOP/s a core."""
+    return Card(HOST_BANDWIDTH, 0.05 * max(host.n_physical, 1), per_layer=20e-6)
+
+
+def active_bytes(shape: ModelShape, il: int) -> tuple[int, int]:
+    """Bytes of block ``il`` that one token reads: (dense, expert)."""
+    layer = shape.layers[il]
+    expert = layer.expert_bytes
+    dense = layer.n_bytes - expert
+    if expert and shape.n_expert:
+        used = layer.n_expert_used or shape.n_expert_used or shape.n_expert
+        expert = expert * used // shape.n_expert
+    return dense, expert
+
+
+def output_read_bytes(shape: ModelShape) -> int:
+    """Bytes of the output layer, read once a token."""
+    own = sum(t.n_bytes for t in shape.output_tensors)
+    return own + (shape.tied_tensor.n_bytes if shape.tied_tensor else 0)
+
+
+def predict(
+    shape: ModelShape,
+    params: PlanParams,
+    layer_device: Sequence[int],
+    cards: Sequence[Card],
+    host: Card,
+) -> Speed:
+    """Decode and prefill of one stream under ``params``."""
+    seconds, flops_time, moved = _walk(shape, params, layer_device, cards, host)
+    decode = sum(seconds.values())
+    tokens = max(params.n_ubatch, 1)
+    bus = cards[0].bus if cards else 1.0
+    prefill = flops_time + moved / bus / tokens
+    slowest = max(seconds, key=lambda d: seconds[d], default=HOST)
+    basis = next((c.basis for c in cards if c.basis != "table"), "table") if cards else "table"
+    return Speed(
+        prefill_tps=1 / prefill if prefill > 0 else 0.0,
+        decode_tps=1 / decode if decode > 0 else 0.0,
+        basis=basis,
+        bottleneck=_bottleneck(slowest, seconds),
+    )
+
+
+def _bottleneck(slowest: int, seconds: dict[int, float]) -> str:
+    total = sum(seconds.values()) or 1.0
+    where = "host memory bandwidth" if slowest == HOST else f"GPU {slowest} memory bandwidth"
+    return f"{where} ({100 * seconds.get(slowest, 0.0) / total:.0f} % of a token's time)"
+
+
+def _walk(
+    shape: ModelShape,
+    params: PlanParams,
+    layer_device: Sequence[int],
+    cards: Sequence[Card],
+    host: Card,
+) -> tuple[dict[int, float], float, float]:
+    """(seconds a token by device, seconds of prefill arithmetic a token, host bytes moved)."""
+    seconds: dict[int, float] = {}
+    flops_time = moved = 0.0
+    for il, where in enumerate(layer_device):
+        if il < shape.n_layer_all and shape.layers[il].is_nextn:
+            continue
+        dense, expert, kv = _layer_reads(shape, params, il)
+        for part, at in ((dense, where), (expert, HOST if il < params.n_cpu_moe else where)):
+            unit = host if at == HOST else cards[at]
+            seconds[at] = seconds.get(at, 0.0) + part / unit.bandwidth
+            doing = cards[0] if at == HOST and cards else unit
+            flops_time += _flops(part) / (doing.tflops * 1e12)
+            moved += part if at == HOST and cards else 0
+        unit = host if where == HOST else cards[where]
+        seconds[where] += kv / unit.bandwidth + unit.per_layer
+    return seconds, flops_time, moved
+
+
+def _layer_reads(shape: ModelShape, params: PlanParams, il: int) -> tuple[int, int, float]:
+    if il == shape.n_layer_all:
+        return output_read_bytes(shape), 0, 0.0
+    dense, expert = active_bytes(shape, il)
+    layer = shape.layers[il]
+    depth = min(params.n_ctx_seq or params.n_ctx, DEPTH, shape.n_swa if layer.is_swa else DEPTH)
+    width = 0
+    if layer.has_kv:
+        width = row_bytes(params.type_k, layer.k_width) + row_bytes(params.type_v, layer.v_width)
+    return dense, expert, depth * width + 8.0 * (layer.r_width + layer.s_width)
+
+
+def _flops(n_bytes: float) -> float:
+    """About two operations a weight, at some 4.5 bits a weight."""
+    return 2 * n_bytes * 8 / 4.5
