@@ -36,6 +36,7 @@ DARK: Final = Theme(
         "ledger-overhead": "#B18CF0",
         "ledger-margin": "#4A5568",
         "ledger-free": "#222A36",
+        "ledger-taken": "#343D4B",
         "on-ledger": "#0B0E13",
         "code-background": "#11151C",
         "input-cursor-background": "#5FD7B7",
@@ -83,6 +84,7 @@ LIGHT: Final = Theme(
         "ledger-overhead": "#9C75DD",
         "ledger-margin": "#BDB6A6",
         "ledger-free": "#E6E1D5",
+        "ledger-taken": "#D3CCBC",
         "on-ledger": "#10131A",
         "code-background": "#F1EDE3",
         "input-cursor-background": "#0B7A63",
@@ -108,7 +110,8 @@ LIGHT: Final = Theme(
 THEMES: Final = (DARK, LIGHT)
 
 ENTRIES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
-    # field of the ledger, what it is called, its letter, its fill without colour, its variable
+    # field of the ledger ("taken": by other programs), what it is called, its letter, its fill without colour, its variable
+    ("taken", "in use", "U", "╳", "ledger-taken"),
     ("weights", "weights", "W", "█", "ledger-weights"),
     ("kv_cache", "KV cache", "K", "▓", "ledger-kv"),
     ("recurrent_state", "state", "S", "▚", "ledger-state"),
