@@ -1,4 +1,4 @@
-"""The plan bar: where every byte of a device goes, in proportion, with the exact MiB written on it."""
+"""The plan bar: where every byte of a device goes, in proportion, with its exact MiB."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ LIGHT: Final = Theme(
 THEMES: Final = (DARK, LIGHT)
 
 ENTRIES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
-    # field of the ledger ("taken": by other programs), what it is called, its letter, its fill without colour, its variable
+    # the ledger's field ("taken": by other programs), its name, letter, fill and colour
     ("taken", "in use", "U", "╳", "ledger-taken"),
     ("weights", "weights", "W", "█", "ledger-weights"),
     ("kv_cache", "KV cache", "K", "▓", "ledger-kv"),
