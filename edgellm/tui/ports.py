@@ -127,7 +127,7 @@ class ServerHandle(Protocol):
 
 
 class Services(Protocol):
-    """Everything the screens ask for. Methods that are not ``async`` may block: call in a thread."""
+    """Everything the screens ask for. Methods that are not ``async`` may block (use a thread)."""
 
     def clock(self) -> float:
         """Seconds of the wall clock."""
