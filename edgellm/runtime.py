@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from edgellm import devices as devices_
 from edgellm.config import PlanSettings, Settings
 from edgellm.devices import Devices
-from edgellm.errors import ConfigError
-from edgellm.planner.plan import PlanRequest
+from edgellm.errors import ConfigError, ModelNotFoundError
+from edgellm.gguf.reader import read_gguf
+from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner.fit import make_plan
+from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.store import catalog
 from edgellm.units import parse_bytes
+
+
+def plan_model(
+    model: str,
+    request: PlanRequest | None = None,
+    devices: Devices | None = None,
+    *,
+    settings: Settings | None = None,
+) -> Plan:
+    """The plan for a model that is on this machine; ``request`` and ``devices`` from the settings
+    when they are not given. No engine is imported. Raises ModelNotFoundError, GGUFError,
+    DoesNotFitError."""
+    settings = settings or Settings()
+    return make_plan(
+        local_shape(model, settings),
+        devices if devices is not None else plan_devices(settings),
+        request if request is not None else plan_request(settings),
+    )
+
+
+def local_path(model: str, settings: Settings) -> Path:
+    """The file of a model on this machine, or a ModelNotFoundError that says how to fetch it."""
+    resolved = catalog.resolve(model, settings.store)
+    if resolved.path is None:
+        raise ModelNotFoundError(
+            f"{resolved.name} is not on this machine", hint=f"edgellm pull {model}"
+        )
+    return resolved.path
+
+
+def local_shape(model: str, settings: Settings) -> ModelShape:
+    """The shape of a model on this machine, from its header."""
+    return model_shape(read_gguf(local_path(model, settings)))
 
 
 def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:

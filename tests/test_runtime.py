@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from edgellm import config, runtime
-from edgellm.errors import ConfigError
+from edgellm.errors import ConfigError, ModelNotFoundError
 from edgellm.planner.plan import PlanRequest
 
 
@@ -65,3 +67,18 @@ def test_vram_and_backend_decide_the_devices() -> None:
 def test_impossible_devices_are_refused(flags: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         runtime.plan_devices(config.load(flags, environ={}).settings)
+
+
+@pytest.mark.model
+def test_plan_model_plans_the_starter_for_a_card_that_need_not_exist() -> None:
+    settings = config.load({"plan.vram": ["6GiB"]}, environ={}).settings
+    plan = runtime.plan_model("starter", settings=settings)
+    assert plan.verdict == "gpu"
+    assert plan.model.arch == "llama"
+    assert Path(plan.model.path).is_file()
+
+
+def test_a_model_that_is_elsewhere_says_how_to_fetch_it() -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        runtime.plan_model("hf:owner/repo:Q4_K_M")
+    assert caught.value.hint == "edgellm pull hf:owner/repo:Q4_K_M"
