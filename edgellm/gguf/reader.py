@@ -12,15 +12,25 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final
 
 import msgspec
 
 from edgellm.errors import GGUFError, ModelNotFoundError
+from edgellm.gguf import cache
+from edgellm.gguf.file import (
+    GGUFArray,
+    GGUFFile,
+    Header,
+    Kind,
+    MetaValue,
+    Scalar,
+    Shard,
+    TensorInfo,
+)
 from edgellm.gguf.types import (
     ARRAY,
     BOOL,
-    FILE_TYPES,
     REMOVED_TENSOR_TYPES,
     SCALARS,
     STRING,
@@ -29,7 +39,19 @@ from edgellm.gguf.types import (
 )
 from edgellm.units import KiB, MiB, format_bytes
 
-Kind = Literal["model", "mmproj", "lora", "vocab", "other"]
+__all__ = [
+    "GGUFArray",
+    "GGUFFile",
+    "IncompleteHeaderError",
+    "Kind",
+    "MetaValue",
+    "Scalar",
+    "Shard",
+    "TensorInfo",
+    "parse_header",
+    "read_gguf",
+    "shard_paths",
+]
 
 # Limits a real header is far from: the largest seen (262k tokens with merges) has 16 MiB.
 MAX_HEADER: Final = 64 * MiB
@@ -48,124 +70,15 @@ _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 _SHARD_NAME: Final = re.compile(r"(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
-Scalar = bool | int | float | str
 Fill = Callable[[int, int], bytes]
 
 
 class IncompleteHeaderError(GGUFError):
     """The bytes given end before the header does; ``needed`` is how many are wanted at least."""
 
-    def __init__(self, path: str | Path, needed: int) -> None:
-        super().__init__(path, f"the header goes on past the {needed} bytes given")
+    def __init__(self, path: str | Path, needed: int, offset: int) -> None:
+        super().__init__(path, f"the header needs at least {needed} bytes", offset=offset)
         self.needed = needed
-
-
-class GGUFArray(msgspec.Struct, frozen=True):
-    """An array in the metadata: its length is free, its items are decoded when asked for.
-
-    Small arrays hold their bytes (``raw``); the others are read from ``path`` again.
-    """
-
-    item_type: int
-    n: int
-    path: str
-    offset: int
-    n_bytes: int
-    raw: bytes | None = None
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> Scalar:
-        return self.decode()[index]
-
-    def decode(self) -> list[Scalar]:
-        """The items. Strings that are not UTF-8 get replacement characters (token texts may)."""
-        raw = self._bytes()
-        if self.item_type == STRING:
-            return list(_split_strings(raw, self.n, self.path, self.offset))
-        code = SCALARS[self.item_type].format.removeprefix("<")
-        values = struct.unpack(f"<{self.n}{code}", raw)
-        return [value != 0 for value in values] if self.item_type == BOOL else list(values)
-
-    def _bytes(self) -> bytes:
-        if self.raw is not None:
-            return self.raw
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                raw = file.read(self.n_bytes)
-        except OSError as error:
-            raise GGUFError(self.path, f"cannot be read again: {error.strerror}") from error
-        if len(raw) != self.n_bytes:
-            raise GGUFError(self.path, "changed while it was used", offset=self.offset)
-        return raw
-
-
-MetaValue = bool | int | float | str | GGUFArray
-
-
-class TensorInfo(msgspec.Struct, frozen=True):
-    """One row of the tensor table. ``dims`` in ggml's order (the row length first); ``offset``
-    counts from the data section of ``shard``; ``n_bytes`` is the size without padding."""
-
-    name: str
-    dims: tuple[int, ...]
-    type_name: str
-    type_id: int
-    offset: int
-    n_bytes: int
-    shard: int = 0
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """One file of a model; an unsplit model is one shard."""
-
-    path: str
-    file_bytes: int
-    data_offset: int
-
-
-class GGUFFile(msgspec.Struct, frozen=True):
-    """A model as its headers describe it, all shards together (metadata of the first)."""
-
-    path: str
-    shards: tuple[Shard, ...]
-    version: int
-    alignment: int
-    data_offset: int
-    file_bytes: int
-    metadata: Mapping[str, MetaValue]
-    tensors: tuple[TensorInfo, ...]
-    kind: Kind
-
-    @property
-    def arch(self) -> str:
-        """``general.architecture``, or an empty string."""
-        value = self.metadata.get("general.architecture", "")
-        return value if isinstance(value, str) else ""
-
-    @property
-    def quant(self) -> str:
-        """``general.file_type`` as people write it (``Q4_K_M``), or the most common tensor type."""
-        file_type = self.metadata.get("general.file_type")
-        if isinstance(file_type, int) and file_type in FILE_TYPES:
-            return FILE_TYPES[file_type]
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors:
-            sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.n_bytes
-        return max(sizes, key=lambda name: sizes[name]) if sizes else ""
-
-
-class _Header(msgspec.Struct, frozen=True):
-    """What one file says about itself."""
-
-    version: int
-    alignment: int
-    data_offset: int
-    file_bytes: int
-    metadata: dict[str, MetaValue]
-    tensors: tuple[TensorInfo, ...]
 
 
 class _Cursor:
@@ -195,7 +108,7 @@ class _Cursor:
         if end > MAX_HEADER:
             raise self.error(f"{what} would make a header of over {format_bytes(MAX_HEADER)}")
         if self.fill is None:
-            raise IncompleteHeaderError(self.path, end)
+            raise IncompleteHeaderError(self.path, end, self.pos)
         self.data += self.fill(len(self.data), end)
         if end > len(self.data):
             raise self.error(f"{what}: the file ended early", at=len(self.data))
@@ -305,7 +218,7 @@ def shard_paths(path: str, count: int) -> tuple[str, ...]:
     return tuple(os.path.join(folder, n) for n in names)
 
 
-def _read_shard(path: str) -> _Header:
+def _read_shard(path: str) -> Header:
     try:
         return _read_one(path)
     except ModelNotFoundError as error:
@@ -314,11 +227,16 @@ def _read_shard(path: str) -> _Header:
         ) from error
 
 
-def _read_one(path: str) -> _Header:
+def _read_one(path: str) -> Header:
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return _parse(_Cursor(path, b"", size, _file_fill(file, size)))
+            stat = os.fstat(file.fileno())
+            header = cache.load(path, stat)
+            if header is None:
+                fill = _file_fill(file, stat.st_size)
+                header = _parse(_Cursor(path, b"", stat.st_size, fill))
+                cache.save(path, stat, header)
+            return header
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"{path}: no such file", hint="edgellm ls") from error
     except IsADirectoryError as error:
@@ -335,7 +253,7 @@ def _file_fill(file: BinaryIO, size: int) -> Fill:
     return fill
 
 
-def _parse(cursor: _Cursor) -> _Header:
+def _parse(cursor: _Cursor) -> Header:
     version = _parse_version(cursor)
     n_tensors = _parse_count(cursor, "tensors", MAX_TENSORS, least_bytes=24)
     n_keys = _parse_count(cursor, "metadata keys", MAX_KEYS, least_bytes=14)
@@ -355,7 +273,7 @@ def _parse(cursor: _Cursor) -> _Header:
     if ends is None:
         last = tensors[-1] if tensors else None
         ends = data_offset + (last.offset + last.n_bytes if last else 0)
-    return _Header(version, alignment, data_offset, ends, metadata, tensors)
+    return Header(version, alignment, data_offset, ends, metadata, tensors)
 
 
 def _parse_version(cursor: _Cursor) -> int:
@@ -433,18 +351,6 @@ def _parse_array(cursor: _Cursor, key: str) -> GGUFArray:
     return GGUFArray(item_type, n, cursor.path, start, n_bytes, raw)
 
 
-def _split_strings(raw: bytes, n: int, path: str, offset: int) -> list[str]:
-    texts, pos = [], 0
-    try:
-        for _ in range(n):
-            end = pos + 8 + _U64.unpack_from(raw, pos)[0]
-            texts.append(raw[pos + 8 : end].decode("utf-8", "replace"))
-            pos = end
-    except (struct.error, OverflowError, IndexError) as error:
-        raise GGUFError(path, "changed while it was used", offset=offset + pos) from error
-    return texts
-
-
 def _checked_alignment(cursor: _Cursor, value_type: int, value: MetaValue, at: int) -> int:
     if value_type != UINT32 or not isinstance(value, int):
         raise cursor.error("general.alignment is not a 32-bit unsigned number", at=at)
@@ -520,14 +426,14 @@ def _check_layout(
         expected += -(-tensor.n_bytes // alignment) * alignment
 
 
-def _split_count(header: _Header, path: str) -> int:
+def _split_count(header: Header, path: str) -> int:
     count = header.metadata.get("split.count", 0)
     if not isinstance(count, int) or count < 0 or count > 65_535:
         raise GGUFError(path, f"split.count is {count!r}")
     return count
 
 
-def _check_shards(paths: tuple[str, ...], headers: tuple[_Header, ...]) -> None:
+def _check_shards(paths: tuple[str, ...], headers: tuple[Header, ...]) -> None:
     """The checks of ``llama_model_loader`` (src/llama-model-loader.cpp) on a split model."""
     names: set[str] = set()
     for index, (path, header) in enumerate(zip(paths, headers, strict=True)):
@@ -544,7 +450,7 @@ def _check_shards(paths: tuple[str, ...], headers: tuple[_Header, ...]) -> None:
         raise GGUFError(paths[0], f"promises {promised} tensors, the shards hold {len(names)}")
 
 
-def _assemble(paths: tuple[str, ...], headers: tuple[_Header, ...]) -> GGUFFile:
+def _assemble(paths: tuple[str, ...], headers: tuple[Header, ...]) -> GGUFFile:
     first = headers[0]
     tensors = first.tensors
     if len(headers) > 1:

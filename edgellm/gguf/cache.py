@@ -1,0 +1,90 @@
+"""Headers already read, kept on disk by path, size and time of change.
+
+A tokenizer's strings take tens of milliseconds to walk over; an entry here takes one. Nothing
+depends on it: an entry that is damaged, of another version or cannot be written is as if absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from edgellm import paths
+from edgellm.gguf.file import Header
+
+SCHEMA: Final = 1
+# Entries are a few KiB to 200 KiB; beyond this many the oldest quarter goes.
+MAX_ENTRIES: Final = 4096
+_CHECKSUM_BYTES: Final = 4
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    schema: int
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    header: Header
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(_Entry)
+
+
+def load(path: str, stat: os.stat_result) -> Header | None:
+    """The header read from this very file before, or None."""
+    try:
+        data = _entry_path(path).read_bytes()
+    except OSError:
+        return None
+    body = memoryview(data)[_CHECKSUM_BYTES:]
+    if zlib.crc32(body) != int.from_bytes(data[:_CHECKSUM_BYTES], "little"):
+        return None
+    try:
+        entry = _DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return entry.header if _key(path, stat) == _entry_key(entry) else None
+
+
+def save(path: str, stat: os.stat_result, header: Header) -> None:
+    """Keep a header. The entry appears whole or not at all; failing to write it is no error."""
+    body = msgspec.msgpack.encode(_Entry(*_key(path, stat), header))
+    checksum = zlib.crc32(body)
+    target = _entry_path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little") + body)
+        os.replace(part, target)
+        if checksum % 64 == 0:  # one write in 64 looks whether there are too many
+            _prune(target.parent)
+    except OSError:
+        return
+
+
+def _key(path: str, stat: os.stat_result) -> tuple[int, str, int, int, int]:
+    return SCHEMA, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _entry_key(entry: _Entry) -> tuple[int, str, int, int, int]:
+    return entry.schema, entry.path, entry.size, entry.mtime_ns, entry.inode
+
+
+def _entry_path(path: str) -> Path:
+    name = hashlib.sha256(os.path.abspath(path).encode("utf-8", "surrogateescape")).hexdigest()
+    return paths.cache_dir() / "headers" / name[:32]
+
+
+def _prune(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        found = [(entry.stat().st_mtime, entry.path) for entry in entries]
+    if len(found) > MAX_ENTRIES:
+        for _, path in sorted(found)[: MAX_ENTRIES // 4]:
+            Path(path).unlink(missing_ok=True)
