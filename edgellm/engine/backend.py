@@ -1,0 +1,123 @@
+"""What the loop needs of the library that computes: implemented by llama.py and by scripted.py.
+
+Everything here but ``tokenize``, ``piece`` and ``vocabulary`` is called by the loop's thread alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
+from edgellm.planner.plan import LoadReport, Plan
+from edgellm.request import Pooling, SamplingParams, TokenLogprob
+
+OK = 0
+NO_CELLS = 1
+ABORTED = 2
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of everything there is. The scheduler knows nothing else of the backend."""
+
+    n_cells: int
+    """Cells of the cache, shared by all sequences when ``sharing`` is cells."""
+    n_ctx_seq: int
+    """Tokens one sequence may hold."""
+    n_batch: int
+    n_ubatch: int
+    n_running: int
+    """Sequences that may run at once."""
+    n_outputs_max: int
+    slot_ids: tuple[int, ...]
+    """seq_ids for running sequences; with attached samplers, those that have one."""
+    plain_ids: tuple[int, ...] = ()
+    """seq_ids without an attached sampler, for what needs all logits; empty: all slots do."""
+    retained_ids: tuple[int, ...] = ()
+    """seq_ids that only hold cells of finished sequences."""
+    sharing: str = "cells"
+    can_shift: bool = True
+    attached_top_k: int = 0
+    """Candidates an attached sampler leaves; 0: every slot sees all logits."""
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence in a step; the last ``n_out`` of them give logits."""
+
+    seq_id: int
+    start: int
+    """The first token's position."""
+    tokens: array[int]
+    n_out: int
+
+
+class Backend(Protocol):
+    """A loaded model and its cache."""
+
+    info: EngineInfo
+    limits: Limits
+    report: LoadReport
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text. Any thread."""
+
+    def piece(self, token: int) -> bytes:
+        """The token's bytes as output shows them. Any thread."""
+
+    def vocabulary(self) -> Sequence[bytes]:
+        """Every token's bytes, by id. Any thread; slow the first time."""
+
+    def decode(self, spans: Sequence[Span]) -> int:
+        """Compute the spans as one batch: OK, NO_CELLS (nothing changed), ABORTED or negative."""
+
+    def make_sampler(self, params: SamplingParams, seed: int, prompt: Sequence[int]) -> Any:
+        """How one sequence chooses its tokens; ``prompt`` feeds the penalties."""
+
+    def free_sampler(self, sampler: Any) -> None:
+        """Give back what make_sampler took."""
+
+    def allow_end(self, sampler: Any) -> None:
+        """min_tokens are there: end tokens may be chosen from now on."""
+
+    def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
+        """One token a row of the last batch (a row is a token's place in the batch)."""
+
+    def logprobs(self, row: int, token: int, k: int) -> TokenLogprob:
+        """The token's log-probability in a row, and the k most likely. Needs all logits."""
+
+    def seq_rm(self, seq_id: int, start: int) -> bool:
+        """Forget positions from ``start`` on; False when the cache cannot forget a part."""
+
+    def seq_cp(self, source: int, target: int, n: int) -> None:
+        """Let ``target`` hold the first n cells of ``source`` too."""
+
+    def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
+        """Forget ``n_drop`` positions from ``start`` on and move the later ones down."""
+
+    def seq_len(self, seq_id: int) -> int:
+        """Positions the cache really holds for a sequence."""
+
+    def state_get(self, seq_id: int) -> bytes:
+        """All that the cache holds for a sequence, to put back later."""
+
+    def state_set(self, seq_id: int, state: bytes) -> bool:
+        """Put back a sequence; False when it does not fit."""
+
+    def embed(
+        self, spans: Sequence[Span], pooling: Pooling, *, normalize: bool
+    ) -> list[tuple[float, ...]]:
+        """One vector a span (or, for Pooling.NONE, the token vectors one after another)."""
+
+    def abort(self) -> None:
+        """Ask a running decode to stop as soon as it can. Any thread."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+LoadBackend = Callable[[Plan, EngineOptions, OnProgress], Backend]

@@ -1,0 +1,499 @@
+"""The parent's end of an engine: starts the child, speaks to it, and survives its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+import edgellm
+from edgellm.engine import wire
+from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
+from edgellm.engine.loading import MAX_TRIES, is_out_of_memory, next_rung
+from edgellm.errors import EdgeLLMError, EngineDeadError, EngineError, InvalidRequestError
+from edgellm.metrics import EngineStats
+from edgellm.planner.plan import LoadReport, Plan
+from edgellm.request import EmbedRequest, EmbedResult, Request, TokenEvent
+
+OnProgress = Callable[[LoadProgress], None]
+CLOSE_GRACE_S: Final = 3.0
+LOG_TAIL: Final = 12
+"""Lines of the child's log that an EngineDeadError carries."""
+MAX_REPLAYS: Final = 1
+"""A request that was running when two children died is not given to a third."""
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+class _Stream:
+    """Events of one request on their way to its consumer."""
+
+    __slots__ = ("_events", "_waiter", "n_replays", "n_sent", "request", "started")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.started = False
+        self.n_sent = 0
+        self.n_replays = 0
+        self._events: deque[TokenEvent | EdgeLLMError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: TokenEvent | EdgeLLMError) -> None:
+        self._events.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> TokenEvent | EdgeLLMError:
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+
+class _Link(asyncio.Protocol):
+    """Bytes from the child, as messages."""
+
+    def __init__(
+        self, on_message: Callable[[wire.FromChild], None], on_lost: Callable[[], None]
+    ) -> None:
+        self._unframer = wire.Unframer()
+        self._on_message = on_message
+        self._on_lost = on_lost
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._unframer.feed(data):
+            self._on_message(wire.from_child_decoder.decode(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  (asyncio's)
+        self._on_lost()
+
+
+class Child:
+    """One child process: its socket, its log, its end."""
+
+    def __init__(self, log: deque[str]) -> None:
+        self.log = log
+        self.lost = asyncio.Event()
+        self.on_message: Callable[[wire.FromChild], None] = _ignore
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.Transport | None = None
+        self._log_task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else -1
+
+    async def start(self) -> None:
+        """Start the process and connect to it."""
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "edgellm.engine.worker",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=_environment(),
+            )
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(
+            lambda: _Link(self._receive, self.lost.set), sock=ours
+        )
+        self._log_task = asyncio.create_task(self._read_log())
+
+    def _receive(self, message: wire.FromChild) -> None:
+        self.on_message(message)
+
+    async def _read_log(self) -> None:
+        stream = self._process.stdout if self._process is not None else None
+        while stream is not None:
+            try:
+                line = await stream.readline()
+            except ValueError:  # a line longer than the reader's limit
+                continue
+            if not line:
+                return
+            self.log.append(line.decode("utf-8", "replace").rstrip())
+
+    def send(self, message: wire.ToChild) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.pack(message))
+
+    async def ended(self) -> str:
+        """Wait for the end; how the process ended, in words."""
+        if self._process is None:
+            return "was never started"
+        code = await self._process.wait()
+        if self._log_task is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._log_task), 1.0)
+        if code >= 0:
+            return f"exited with status {code}"
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
+
+    async def stop(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Close politely, then by force. Its memory is back when this returns."""
+        if self._process is None:
+            return
+        self.send(wire.Close())
+        try:
+            await asyncio.wait_for(self.ended(), grace_s)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self.ended()
+        if self._transport is not None:
+            self._transport.close()
+        if self._log_task is not None:
+            await asyncio.gather(self._log_task, return_exceptions=True)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(edgellm.__file__).parents[1])
+    path = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+
+
+class Engine:
+    """A model in a child process. Made by :meth:`load`, ended by :meth:`close`."""
+
+    def __init__(self, plan: Plan, backend: str, options: EngineOptions) -> None:
+        self.plan = plan
+        self.options = options
+        self.info: EngineInfo
+        self.report: LoadReport
+        self.log: deque[str] = deque(maxlen=options.log_lines)
+        self._backend = backend
+        self._child: Child | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._n_calls = 0
+        self._deaths: deque[float] = deque()
+        self._dead: EngineDeadError | None = None
+        self._ready = asyncio.Event()
+        self._closing = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------
+
+    @classmethod
+    async def load(
+        cls,
+        plan: Plan,
+        *,
+        backend: str = "llama",
+        on_progress: OnProgress | None = None,
+        options: EngineOptions = EngineOptions(),  # noqa: B008  (frozen)
+    ) -> Engine:
+        """Start a child and load the plan's model in it.
+
+        Out of memory goes down a fixed ladder, each step said through ``on_progress`` and in
+        ``report.fallbacks``; ``plan`` is then the plan that was loaded. Raises what went wrong.
+        """
+        engine = cls(plan, backend, options)
+        said: list[str] = []
+        report = on_progress or _ignore
+        while True:
+            try:
+                await engine._start(report)
+                break
+            except EdgeLLMError as error:
+                rung = next_rung(engine.plan) if is_out_of_memory(error) else None
+                if rung is None or len(said) + 1 >= MAX_TRIES:
+                    raise
+                engine.plan, words = rung
+                said.append(words)
+                report(LoadProgress(stage="fallback", fraction=0.0, message=words))
+        engine.report = msgspec.structs.replace(engine.report, fallbacks=tuple(said))
+        report(LoadProgress(stage="ready", fraction=1.0))
+        return engine
+
+    async def _start(self, on_progress: OnProgress) -> None:
+        began = time.monotonic()
+        child = Child(self.log)
+        answer: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+        child.on_message = lambda message: _on_loading(message, answer, on_progress)
+        on_progress(LoadProgress(stage="starting", fraction=0.0))
+        await child.start()
+        child.send(wire.Load(self.plan, self._backend, self.options))
+        try:
+            loaded = await _first(answer, child, self.options.load_timeout_s)
+        except BaseException:
+            child.kill()
+            await child.stop(0.5)
+            raise
+        if loaded.info is None:
+            raise EngineError("the child loaded nothing")
+        self.info = loaded.info
+        self.report = msgspec.structs.replace(loaded.report, load_s=time.monotonic() - began)
+        child.on_message = self._on_message
+        self._child = child
+        self._dead = None
+        self._ready.set()
+        self._keeper = asyncio.create_task(self._keep(child))
+
+    async def _keep(self, child: Child) -> None:
+        """Wait for the child's death and deal with it."""
+        await child.lost.wait()
+        if self._closing:
+            return
+        self._ready.clear()
+        how = await child.ended()
+        tail = "\n".join(list(self.log)[-LOG_TAIL:])
+        error = EngineDeadError(
+            f"the engine's process {how}" + (f"; its last words:\n{tail}" if tail else ""),
+            hint="edgellm doctor",
+        )
+        await child.stop(0.0)
+        replays = self._sort_out(error)
+        if not self._may_restart():
+            self._give_up(error)
+            return
+        try:
+            await self._start(_ignore)
+        except EdgeLLMError as failure:
+            self._give_up(EngineDeadError(f"{error.message}\nand again: {failure.message}"))
+            return
+        for stream in replays:
+            if stream.request.id in self._streams:
+                self._send(wire.Generate(stream.request))
+
+    def _sort_out(self, error: EngineDeadError) -> list[_Stream]:
+        """Fail what cannot be replayed; return what can."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        replays = []
+        for stream in list(self._streams.values()):
+            if stream.started:
+                stream.n_replays += 1
+            if stream.n_sent or stream.n_replays > MAX_REPLAYS:
+                stream.put(error)
+            else:
+                stream.started = False
+                replays.append(stream)
+        return replays
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - self.options.restart_window_s:
+            self._deaths.popleft()
+        return self.options.restart and len(self._deaths) <= self.options.max_restarts
+
+    def _give_up(self, error: EngineDeadError) -> None:
+        self._dead = error
+        for stream in self._streams.values():
+            stream.put(error)
+        self._ready.set()
+
+    @property
+    def is_alive(self) -> bool:
+        """The child runs and has its model loaded."""
+        return self._child is not None and self._ready.is_set() and self._dead is None
+
+    @property
+    def pid(self) -> int:
+        """The child's process id; -1 without one."""
+        return self._child.pid if self._child is not None else -1
+
+    async def close(self) -> None:
+        """End the child. Requests that still run end with EngineDeadError."""
+        if self._closing:
+            return
+        self._closing = True
+        error = EngineDeadError("the engine was closed")
+        if self._child is not None:
+            await self._child.stop()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._sort_out(error)
+        self._give_up(error)
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def _send(self, message: wire.ToChild) -> None:
+        if self._child is not None:
+            self._child.send(message)
+
+    def _on_message(self, message: wire.FromChild) -> None:
+        if isinstance(message, wire.Events):
+            self._on_events(message)
+        elif isinstance(message, (wire.Reply, wire.Failed)):
+            future = self._calls.pop(message.call, None)
+            if future is None or future.done():
+                return
+            if isinstance(message, wire.Reply):
+                future.set_result(message.value)
+            else:
+                future.set_exception(wire.rebuild_error(message.error))
+
+    def _on_events(self, message: wire.Events) -> None:
+        streams = self._streams
+        for request_id in message.started:
+            if (stream := streams.get(request_id)) is not None:
+                stream.started = True
+        for event in message.events:
+            if (stream := streams.get(event.request_id)) is not None:
+                stream.n_sent += 1
+                stream.put(event)
+
+    async def _call(self, make: Callable[[int], wire.ToChild]) -> Any:
+        await self._wait_ready()
+        self._n_calls += 1
+        call = self._n_calls
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        self._send(make(call))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call, None)
+
+    async def _wait_ready(self) -> None:
+        await self._ready.wait()
+        if self._dead is not None:
+            raise self._dead
+
+    # -- what an engine does -----------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Events of a request until ``is_last``.
+
+        Raises the error that ended it, also when events came before. Closing the generator, or
+        cancelling the task that reads it, cancels the request within one step.
+        """
+        request.sampling.validate()
+        if request.id in self._streams:
+            raise InvalidRequestError(f"request id {request.id} is in use", param="id")
+        await self._wait_ready()
+        stream = self._streams[request.id] = _Stream(request)
+        is_over = False
+        self._send(wire.Generate(request))
+        try:
+            while not is_over:
+                item = await stream.get()
+                if isinstance(item, EdgeLLMError):
+                    is_over = True
+                    raise item
+                is_over = item.is_last
+                if item.error is not None:
+                    raise wire.rebuild_error(item.error)
+                yield item
+        finally:
+            self._streams.pop(request.id, None)
+            if not is_over:
+                self._send(wire.Cancel(request.id))
+
+    async def embed(self, request: EmbedRequest) -> EmbedResult:
+        """A vector (or a score) for each input."""
+        value = await self._call(lambda call: wire.Embed(call, request))
+        return msgspec.convert(value, EmbedResult)
+
+    async def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """The text's token ids."""
+        value: list[int] = await self._call(
+            lambda call: wire.Tokenize(call, text, add_special, parse_special)
+        )
+        return value
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """The tokens' text; bytes that are no UTF-8 become U+FFFD."""
+        value: str = await self._call(lambda call: wire.Detokenize(call, list(ids)))
+        return value
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason cancelled."""
+        self._send(wire.Cancel(request_id))
+
+    async def stats(self) -> EngineStats:
+        """What the loop says of itself, asked now."""
+        return msgspec.convert(await self._call(wire.Stats), EngineStats)
+
+    async def ping(self, timeout: float) -> float:
+        """Seconds until the loop's thread answered; EngineError when it does not in time."""
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(self._call(wire.Ping), timeout)
+        except asyncio.TimeoutError:
+            raise EngineError(
+                f"the engine's loop did not answer within {timeout:g} s", hint="edgellm doctor"
+            ) from None
+        return time.monotonic() - began
+
+
+def _on_loading(
+    message: wire.FromChild, answer: asyncio.Future[wire.Loaded], on_progress: OnProgress
+) -> None:
+    if isinstance(message, wire.Progress):
+        on_progress(message.value)
+    elif answer.done():
+        return
+    elif isinstance(message, wire.Loaded):
+        answer.set_result(message)
+    elif isinstance(message, wire.Failed):
+        answer.set_exception(wire.rebuild_error(message.error))
+
+
+async def _first(
+    answer: asyncio.Future[wire.Loaded], child: Child, timeout_s: float | None
+) -> wire.Loaded:
+    """The child's answer, or an error when it dies or takes too long."""
+    lost: asyncio.Future[Any] = asyncio.ensure_future(child.lost.wait())
+    either: set[asyncio.Future[Any]] = {answer, lost}
+    try:
+        await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
+    finally:
+        lost.cancel()
+    if answer.done():
+        return answer.result()
+    if not child.lost.is_set():
+        raise EngineError(f"loading took longer than {timeout_s:g} s")
+    how = await child.ended()
+    tail = "\n".join(list(child.log)[-LOG_TAIL:])
+    raise EngineDeadError(f"the engine's process {how} while loading; its last words:\n{tail}")
+
+
+async def dry_run(
+    plan: Plan,
+    options: EngineOptions = EngineOptions(),  # noqa: B008  (frozen)
+) -> LoadReport:
+    """The buffers that a plan would allocate, measured in a child that allocates none of them."""
+    child = Child(deque(maxlen=options.log_lines))
+    answer: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+    child.on_message = lambda message: _on_loading(message, answer, _ignore)
+    await child.start()
+    child.send(wire.DryRun(plan, "llama", options))
+    try:
+        return (await _first(answer, child, options.load_timeout_s)).report
+    finally:
+        await child.stop()

@@ -1,0 +1,418 @@
+"""The one thread that owns the context: take what came in, one step, send what came out."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+import msgspec
+
+from edgellm.engine import scheduler as sched
+from edgellm.engine import wire
+from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Backend, Span
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.meter import Meter
+from edgellm.engine.output import Group, Output
+from edgellm.engine.sampling import needs_all_logits
+from edgellm.engine.sequence import Sequence, State
+from edgellm.errors import DecodeError, EdgeLLMError, EngineError, InvalidRequestError
+from edgellm.metrics import EngineStats, RunningRequest
+from edgellm.request import (
+    EmbedRequest,
+    EmbedResult,
+    ErrorInfo,
+    FinishReason,
+    Pooling,
+    Request,
+)
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A request with its prompt as token ids, tokenised outside this thread."""
+
+    request: Request
+    prompt: array[int]
+    arrival: float
+    turn_starts: tuple[int, ...] = ()
+
+
+class EmbedJob(msgspec.Struct, frozen=True):
+    """Inputs to embed, as token ids."""
+
+    call: int
+    request: EmbedRequest
+    inputs: tuple[array[int], ...]
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A request that could not even be tokenised."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+Message = Arrived | Refused | EmbedJob | wire.Cancel | wire.Stats | wire.Ping | wire.Close
+Send = Callable[[wire.FromChild], None]
+
+
+class Loop:
+    """Runs until Close comes. ``inbox`` may be fed by any thread; ``send`` must not block."""
+
+    def __init__(self, backend: Backend, options: EngineOptions, send: Send) -> None:
+        self.backend = backend
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.scheduler = sched.Scheduler(backend.limits, options)
+        self.output = Output(backend)
+        self.meter = Meter()
+        self._send = send
+        self._random = random.Random(options.seed)
+        self._began = time.monotonic()
+        self._embeds: list[EmbedJob] = []
+        self._closing = False
+
+    def run(self) -> None:
+        """The loop. Whatever goes wrong in a step ends requests, never the loop."""
+        while not self._closing:
+            if not self._take_in():
+                break
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  (border: the loop must live)
+                self._fail_all(error)
+            self._flush()
+
+    def _turn(self) -> None:
+        if self._embeds:
+            self._embed(self._embeds.pop(0))
+        elif self.scheduler.has_work:
+            self._step()
+        else:
+            self._apply(self.scheduler.take_ops())
+
+    def _take_in(self) -> bool:
+        """Handle what has come, waiting for it when there is nothing to do; False: close."""
+        idle = not self.scheduler.has_work and not self._embeds
+        while idle or not self.inbox.empty():
+            message = self.inbox.get()
+            idle = False
+            try:
+                self._handle(message)
+            except EdgeLLMError as error:
+                self._refuse(message, error)
+        return not self._closing
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Arrived):
+            self._arrive(message)
+        elif isinstance(message, wire.Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, wire.Stats):
+            self._send(wire.Reply(message.call, self.stats()))
+        elif isinstance(message, wire.Ping):
+            self._send(wire.Reply(message.call, None))
+        elif isinstance(message, Refused):
+            self.meter.failed += 1
+            self.output.fail(message.request_id, wire.rebuild_error(message.error))
+        elif isinstance(message, EmbedJob):
+            self._embeds.append(message)
+        else:
+            self._closing = True
+
+    def _refuse(self, message: Message, error: EdgeLLMError) -> None:
+        if isinstance(message, Arrived):
+            self.meter.failed += 1
+            self.output.fail(message.request.id, error)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def _arrive(self, message: Arrived) -> None:
+        request = message.request
+        if request.id in self.output.groups:
+            raise InvalidRequestError(f"request id {request.id} is in use", param="id")
+        if not message.prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        sampling = request.sampling
+        plain = needs_all_logits(sampling, self.backend.limits.attached_top_k)
+        sequences = [
+            Sequence(
+                request,
+                message.prompt,
+                index=i,
+                arrival=message.arrival,
+                plain=plain,
+                stop_ids=frozenset(sampling.stop_token_ids),
+            )
+            for i in range(max(sampling.n, sampling.best_of or 0))
+        ]
+        self.scheduler.add(sequences)
+        self.output.groups[request.id] = Group(request, sequences, None)
+        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(32)
+        for seq in sequences:
+            seq.sampler = self.backend.make_sampler(sampling, seed + seq.index, message.prompt)
+        self.meter.prompt_tokens += len(message.prompt)
+
+    def _cancel(self, request_id: str) -> None:
+        group = self.output.groups.get(request_id)
+        if group is None:
+            return
+        self.meter.cancelled += 1
+        now = time.monotonic()
+        for seq in group.sequences:
+            if seq.state is not State.FINISHED:
+                self._let_go(seq)
+                self.output.end(seq, FinishReason.CANCELLED, now)
+
+    def _let_go(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        if seq.sampler is not None:
+            self.backend.free_sampler(seq.sampler)
+            seq.sampler = None
+
+    def _finish(self, seq: Sequence) -> None:
+        self._let_go(seq)
+        if seq.request.id not in self.output.groups:
+            self.meter.finished += 1
+
+    def _fail(self, request_id: str, error: EdgeLLMError) -> None:
+        self.meter.failed += 1
+        group = self.output.fail(request_id, error)
+        for seq in group.sequences if group else ():
+            if seq.state is not State.FINISHED:
+                self._let_go(seq)
+
+    def _fail_all(self, error: Exception) -> None:
+        wrapped = error if isinstance(error, EdgeLLMError) else EngineError(repr(error))
+        for request_id in list(self.output.groups):
+            self._fail(request_id, wrapped)
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        t0 = time.monotonic()
+        step = self.scheduler.schedule(t0)
+        for seq in step.finished:
+            self.output.end(seq, FinishReason.LENGTH, t0)
+            self._finish(seq)
+        self._apply(step.ops)
+        if not step.work:
+            return
+        t1 = time.monotonic()
+        code = self._decode(step.work)
+        t2 = time.monotonic()
+        if code != OK:
+            self._recover(step, code)
+            return
+        n_decode = self._update(step.work)
+        t3 = time.monotonic()
+        self._measure(step, n_decode, (t0, t1, t2, t3))
+
+    def _measure(
+        self, step: sched.Step, n_chosen: int, times: tuple[float, float, float, float]
+    ) -> None:
+        t0, t1, t2, t3 = times
+        sampled = self._sampled_at
+        self.scheduler.costs.observe(
+            sum(1 for w in step.work if w.n_out), step.n_prefill, sampled - t1
+        )
+        parts = (t1 - t0, t2 - t1, sampled - t2, t3 - sampled)
+        self.meter.step(t3, step.n_prefill, n_chosen, parts)
+
+    def _apply(self, ops: list[sched.Op]) -> None:
+        backend = self.backend
+        for op in ops:
+            if isinstance(op, sched.Copy):
+                backend.seq_cp(op.source, op.target, op.n)
+            elif isinstance(op, sched.Remove):
+                backend.seq_rm(op.seq_id, op.start)
+            elif isinstance(op, sched.Shift):
+                backend.seq_shift(op.seq_id, op.start, op.n)
+
+    def _decode(self, work: list[sched.Work]) -> int:
+        spans = []
+        for w in work:
+            tokens = w.seq.tokens[w.start : w.start + w.n]
+            if w.draft:
+                tokens.extend(w.draft)
+            spans.append(Span(w.seq.slot, w.start, tokens, w.n_out))
+            if w.seq.scheduled is not None and w.start == w.seq.n_cached and not w.seq.token_times:
+                self.output.started.append(w.seq.request.id)
+        if self.output.started:
+            # Before the step: should it end the process, the parent must know who was in it.
+            self._flush()
+        return self.backend.decode(spans)
+
+    def _update(self, work: list[sched.Work]) -> int:
+        """Choose tokens for every row, tell the clients, let go of what ended."""
+        rows: list[int] = []
+        seqs: list[Sequence] = []
+        at = 0
+        for w in work:
+            self.scheduler.computed(w)
+            at += w.n + len(w.draft)
+            if w.n_out and w.seq.n_pending == 0:
+                rows.append(at - 1)
+                seqs.append(w.seq)
+        tokens = self.backend.sample(rows, [seq.sampler for seq in seqs])
+        self._sampled_at = now = time.monotonic()
+        for row, seq, token in zip(rows, seqs, tokens, strict=True):
+            self._choose(seq, row, token, now)
+        return len(tokens)
+
+    def _choose(self, seq: Sequence, row: int, token: int, now: float) -> None:
+        sampling = seq.request.sampling
+        if sampling.logprobs is not None or sampling.best_of is not None:
+            chosen = self.backend.logprobs(row, token, sampling.logprobs or 0)
+            seq.logprobs.append(chosen)
+            seq.cum_logprob += chosen.logprob
+        reason = self.output.token(seq, token, now)
+        if reason is not None:
+            self._finish(seq)
+        elif not seq.end_allowed and seq.n_output >= sampling.min_tokens:
+            seq.end_allowed = True
+            self.backend.allow_end(seq.sampler)
+
+    def _recover(self, step: sched.Step, code: int) -> None:
+        """A batch failed: put the cache back where it was, and find out whose fault it is."""
+        for w in step.work:
+            if not self.backend.seq_rm(w.seq.slot, w.start):
+                self.scheduler.preempt(w.seq, None)
+        if code == NO_CELLS:
+            self._make_cells(step)
+        elif code != ABORTED:
+            self._try_apart(step.work, code)
+
+    def _make_cells(self, step: sched.Step) -> None:
+        """The cache has no room although the count says so (window caches): preempt one."""
+        running = self.scheduler.running
+        if len(running) > 1:
+            victim = max(running, key=lambda s: (s.request.priority, s.order))
+            self.scheduler.preempt(victim, None)
+        elif running:
+            seq = running[0]
+            self._fail(
+                seq.request.id,
+                DecodeError(
+                    f"no cells for {step.n_tokens} tokens although the sequence runs alone",
+                    code=NO_CELLS,
+                    hint="plan a larger context",
+                ),
+            )
+
+    def _try_apart(self, work: list[sched.Work], code: int) -> None:
+        """Compute each sequence's part alone: the one that fails is the one to end."""
+        for w in work:
+            if w.seq.state is not State.RUNNING:
+                continue
+            alone = self._decode([w]) if len(work) > 1 else code
+            if alone == OK:
+                self._update([w])
+                continue
+            error = DecodeError(f"llama_decode failed with code {alone}", code=alone)
+            self._fail(w.seq.request.id, error)
+
+    # -- embeddings --------------------------------------------------------------------------
+
+    def _embed(self, job: EmbedJob) -> None:
+        try:
+            self._send(wire.Reply(job.call, self._embed_all(job)))
+        except EdgeLLMError as error:
+            self._send(wire.Failed(job.call, wire.error_info(error)))
+
+    def _embed_all(self, job: EmbedJob) -> EmbedResult:
+        info, limits = self.backend.info, self.backend.limits
+        if not info.is_encoder:
+            raise InvalidRequestError(
+                "this model was loaded to generate, not to embed", param="model"
+            )
+        self.scheduler.drop_retained()
+        self._apply(self.scheduler.take_ops())
+        pooling = Pooling(info.pooling)
+        vectors: list[tuple[float, ...]] = []
+        batch: list[Span] = []
+        room = limits.n_ubatch
+        for i, tokens in enumerate(job.inputs):
+            if not 0 < len(tokens) <= limits.n_ubatch:
+                raise InvalidRequestError(
+                    f"input {i} has {len(tokens)} tokens, the batch holds {limits.n_ubatch}",
+                    param="input",
+                    hint="shorten it, or plan with a larger --ubatch",
+                )
+            if batch and (len(tokens) > room or len(batch) == limits.n_running):
+                vectors += self.backend.embed(batch, pooling, normalize=job.request.normalize)
+                batch, room = [], limits.n_ubatch
+            batch.append(Span(len(batch), 0, tokens, len(tokens)))
+            room -= len(tokens)
+        if batch:
+            vectors += self.backend.embed(batch, pooling, normalize=job.request.normalize)
+        return EmbedResult(
+            request_id=job.request.id,
+            vectors=tuple(vectors),
+            n_tokens=tuple(len(tokens) for tokens in job.inputs),
+        )
+
+    # -- what goes out -----------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        events, started = self.output.take()
+        if events or started:
+            self._send(wire.Events(events, started))
+
+    def stats(self) -> EngineStats:
+        """Everything the loop knows of itself, now."""
+        now = time.monotonic()
+        meter, scheduler = self.meter, self.scheduler
+        prefill_tps, decode_tps = meter.rates(now)
+        states = [s.state for s in scheduler.waiting]
+        return EngineStats(
+            uptime_s=now - self._began,
+            n_steps=meter.n_steps,
+            running=len(scheduler.running),
+            waiting=states.count(State.WAITING),
+            preempted=states.count(State.PREEMPTED),
+            n_cells=self.backend.limits.n_cells,
+            cells_used=scheduler.n_cells_used,
+            cells_retained=scheduler.n_cells_retained,
+            prompt_tokens=meter.prompt_tokens,
+            cached_tokens=meter.cached_tokens,
+            generated_tokens=meter.generated_tokens,
+            drafted_tokens=meter.drafted_tokens,
+            accepted_tokens=meter.accepted_tokens,
+            requests_finished=meter.finished,
+            requests_cancelled=meter.cancelled,
+            requests_failed=meter.failed,
+            preemptions=scheduler.n_preemptions,
+            prefix_hits=scheduler.n_hits,
+            prefix_misses=dict(scheduler.misses),
+            prefill_tps=prefill_tps,
+            decode_tps=decode_tps,
+            step=meter.timings(),
+            requests=tuple(_running(s, now) for s in [*scheduler.running, *scheduler.waiting]),
+        )
+
+
+def _running(seq: Sequence, now: float) -> RunningRequest:
+    times = seq.token_times
+    span = times[-1] - times[0] if len(times) > 1 else 0.0
+    return RunningRequest(
+        id=seq.request.id,
+        client=seq.request.client,
+        state=seq.state.value,
+        priority=int(seq.request.priority),
+        n_prompt=seq.n_prompt,
+        n_computed=seq.n_computed,
+        n_output=seq.n_output,
+        age_s=now - seq.arrival,
+        ttft_s=times[0] - seq.arrival if times else None,
+        decode_tps=(len(times) - 1) / span if span > 0 else None,
+    )
+
+
+def run_in_thread(loop: Loop) -> threading.Thread:
+    """The loop in a thread of its own (for tests and benchmarks in one process)."""
+    thread = threading.Thread(target=loop.run, name="engine-loop", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,233 @@
+"""From chosen tokens to the events a client sees: text, stops, choices, usage, timings."""
+
+from __future__ import annotations
+
+from array import array
+
+from edgellm.engine.backend import Backend
+from edgellm.engine.sequence import Sequence
+from edgellm.engine.wire import error_info
+from edgellm.errors import EdgeLLMError
+from edgellm.metrics import RequestTimings, request_timings
+from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+
+
+class Group:
+    """One request and its choices; knows when the last of them has ended."""
+
+    __slots__ = ("best", "held", "open", "request", "sequences", "warning")
+
+    def __init__(self, request: Request, sequences: list[Sequence], warning: str | None) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.open = len(sequences)
+        sampling = request.sampling
+        self.best = sampling.best_of is not None and sampling.best_of > sampling.n
+        self.held: dict[int, list[TokenEvent]] = {}
+        self.warning = warning
+
+    def usage(self) -> Usage:
+        """Counts over all choices; the shared prompt counts once."""
+        first = self.sequences[0]
+        return Usage(
+            n_prompt=first.n_prompt,
+            n_output=sum(s.n_output for s in self.sequences),
+            n_cached=first.n_cached,
+            n_drafted=sum(s.n_drafted for s in self.sequences),
+            n_accepted=sum(s.n_accepted for s in self.sequences),
+            n_slid=max(s.n_slid for s in self.sequences),
+        )
+
+    def timings(self, now: float) -> RequestTimings:
+        """Timings of the choice that spoke first."""
+        first = min(
+            self.sequences, key=lambda s: s.token_times[0] if s.token_times else float("inf")
+        )
+        return request_timings(
+            arrival=first.arrival,
+            scheduled=first.scheduled,
+            token_times=first.token_times,
+            end=now,
+            n_computed=first.n_prompt - first.n_cached,
+        )
+
+
+class Output:
+    """Collects the events of a step."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._piece = backend.piece
+        self._pieces: dict[int, bytes] = {}
+        self._eog = frozenset(backend.info.eog_ids)
+        self.groups: dict[str, Group] = {}
+        self.events: list[TokenEvent] = []
+        self.started: list[str] = []
+
+    def text_of(self, token: int) -> bytes:
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._piece(token)
+        return piece
+
+    def token(self, seq: Sequence, token: int, now: float) -> FinishReason | None:
+        """Append a chosen token, tell the client, and say whether the sequence ends with it."""
+        seq.tokens.append(token)
+        seq.token_times.append(now)
+        reason: FinishReason | None = None
+        if token in self._eog or token in seq.stop_ids:
+            ends = token in seq.stop_ids or not seq.request.sampling.ignore_eos
+            reason = FinishReason.STOP if ends and seq.end_allowed else None
+            text = ""
+        else:
+            text = seq.stream.push(self.text_of(token))
+            if seq.stream.matched is not None and seq.end_allowed:
+                reason = FinishReason.STOP
+        if reason is None and seq.n_output >= seq.max_output:
+            reason = FinishReason.LENGTH
+        if reason is None and self._is_finished_grammar(seq):
+            reason = FinishReason.STOP
+        if reason is None:
+            self._emit(seq, text, token)
+        else:
+            self._end(seq, text, (token,), reason, now)
+        return reason
+
+    @staticmethod
+    def _is_finished_grammar(seq: Sequence) -> bool:
+        return bool(getattr(seq.sampler, "is_finished", False))
+
+    def _emit(self, seq: Sequence, text: str, token: int) -> None:
+        group = self.groups[seq.request.id]
+        if seq.logprobs or seq.prompt_logprobs is not None or group.best or group.warning:
+            self._push(group, self._rich(seq, group, text, (token,), None))
+        else:
+            self.events.append(
+                TokenEvent(
+                    request_id=seq.request.id, index=seq.index, text=text, token_ids=(token,)
+                )
+            )
+
+    def _rich(
+        self,
+        seq: Sequence,
+        group: Group,
+        text: str,
+        tokens: tuple[int, ...],
+        reason: FinishReason | None,
+    ) -> TokenEvent:
+        logprobs: tuple[TokenLogprob, ...] | None = tuple(seq.logprobs) or None
+        if seq.request.sampling.logprobs is None:
+            logprobs = None
+        seq.logprobs = []
+        prompt, seq.prompt_logprobs = seq.prompt_logprobs, None
+        warning, group.warning = group.warning, None
+        stop = seq.stream.matched if reason is FinishReason.STOP else None
+        return TokenEvent(
+            request_id=seq.request.id,
+            index=seq.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=None if prompt is None else tuple(prompt),
+            prompt_token_ids=None if prompt is None else tuple(seq.tokens[: seq.n_prompt]),
+            finish_reason=reason,
+            stop=stop,
+            warning=warning,
+        )
+
+    def _push(self, group: Group, event: TokenEvent) -> None:
+        if group.best:
+            group.held.setdefault(event.index, []).append(event)
+        else:
+            self.events.append(event)
+
+    def end(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """A sequence ends without another token."""
+        self._end(seq, "", (), reason, now)
+
+    def _end(
+        self, seq: Sequence, text: str, tokens: tuple[int, ...], reason: FinishReason, now: float
+    ) -> None:
+        group = self.groups[seq.request.id]
+        text += seq.stream.finish()
+        if seq.stream.matched is not None and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
+        self._push(group, self._rich(seq, group, text, tokens, reason))
+        self._close_one(group, now)
+
+    def _close_one(self, group: Group, now: float) -> None:
+        group.open -= 1
+        if group.open:
+            return
+        del self.groups[group.request.id]
+        if group.best:
+            self._release_best(group)
+        last = self.events.pop()
+        self.events.append(_with_totals(last, group, now))
+
+    def _release_best(self, group: Group) -> None:
+        ranked = sorted(group.sequences, key=_mean_logprob, reverse=True)
+        for place, seq in enumerate(ranked[: group.request.sampling.n]):
+            for event in group.held[seq.index]:
+                self.events.append(_with_index(event, place))
+
+    def fail(self, request_id: str, error: EdgeLLMError) -> Group | None:
+        """End a request with an error; its group, so that its sequences can be let go."""
+        group = self.groups.pop(request_id, None)
+        self.events.append(
+            TokenEvent(
+                request_id=request_id,
+                finish_reason=FinishReason.ERROR,
+                is_last=True,
+                error=error_info(error),
+            )
+        )
+        return group
+
+    def take(self) -> tuple[list[TokenEvent], list[str]]:
+        """The step's events and the requests that began with it."""
+        taken = (self.events, self.started)
+        self.events, self.started = [], []
+        return taken
+
+
+def _mean_logprob(seq: Sequence) -> float:
+    return seq.cum_logprob / max(1, seq.n_output)
+
+
+def _with_totals(event: TokenEvent, group: Group, now: float) -> TokenEvent:
+    return TokenEvent(
+        request_id=event.request_id,
+        index=event.index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=event.logprobs,
+        prompt_logprobs=event.prompt_logprobs,
+        prompt_token_ids=event.prompt_token_ids,
+        finish_reason=event.finish_reason,
+        stop=event.stop,
+        is_last=True,
+        usage=group.usage(),
+        timings=group.timings(now),
+        warning=event.warning,
+    )
+
+
+def _with_index(event: TokenEvent, index: int) -> TokenEvent:
+    return TokenEvent(
+        request_id=event.request_id,
+        index=index,
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=event.logprobs,
+        prompt_logprobs=event.prompt_logprobs,
+        prompt_token_ids=event.prompt_token_ids,
+        finish_reason=event.finish_reason,
+        stop=event.stop,
+        warning=event.warning,
+    )
+
+
+def prompt_array(ids: list[int] | tuple[int, ...]) -> array[int]:
+    """Token ids as the scheduler keeps them."""
+    return array("i", ids)

@@ -1,0 +1,514 @@
+"""Which tokens of which sequences the next step computes. Pure: it moves numbers, nothing else.
+
+There are no phases. Every sequence has tokens, some of them computed; a step takes sequences in
+the order of urgency and computes what it can of the rest, within a budget of tokens. A sequence
+with one token missing decodes; decodes go first, and prompts get what is left, in chunks that keep
+the running streams' gaps short.
+
+What must be done to the cache before the step (cells shared, forgotten) is a list of operations
+that the loop carries out in order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from edgellm.engine.backend import Limits
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.prefix import PrefixTree, common_prefix
+from edgellm.engine.sequence import Sequence, State
+from edgellm.errors import ContextOverflowError, QueueFullError
+from edgellm.request import Overflow
+
+MIN_CHUNK: Final = 16
+"""Smaller prefill chunks cost a step nearly as much and take longer overall."""
+
+
+class Remove(NamedTuple):
+    """Forget a seq_id's positions from ``start`` on."""
+
+    seq_id: int
+    start: int
+
+
+class Copy(NamedTuple):
+    """Let ``target`` hold the first ``n`` cells of ``source``."""
+
+    source: int
+    target: int
+    n: int
+
+
+class Shift(NamedTuple):
+    """Drop ``n`` positions from ``start`` on and move the rest down."""
+
+    seq_id: int
+    start: int
+    n: int
+
+
+class Restore(NamedTuple):
+    """Put a checkpoint (by its key) back into a seq_id."""
+
+    seq_id: int
+    key: int
+
+
+Op = Remove | Copy | Shift | Restore
+
+
+class Work(NamedTuple):
+    """One sequence's part of a step: ``n`` tokens from ``start`` on, then its draft."""
+
+    seq: Sequence
+    start: int
+    n: int
+    n_out: int
+    """Rows of logits: the last tokens of the span (0 when the prompt goes on)."""
+    draft: tuple[int, ...] = ()
+
+
+class Step(NamedTuple):
+    """What to do next: operations on the cache first, then one batch."""
+
+    ops: list[Op]
+    work: list[Work]
+    n_tokens: int
+    n_prefill: int
+    finished: list[Sequence]
+    """Sequences that cannot go on: no cells are left even when they run alone."""
+
+
+class Costs:
+    """What steps cost, as moving averages: the measure for chunk sizes. Seconds."""
+
+    def __init__(self) -> None:
+        self.decode_s = 0.0
+        self.prefill_token_s = 0.0
+
+    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
+        """A step took ``seconds`` with so many decodes and prefill tokens."""
+        if n_prefill == 0 and n_decode:
+            self.decode_s = _blend(self.decode_s, seconds)
+        elif n_prefill >= MIN_CHUNK:
+            rest = max(seconds - (self.decode_s if n_decode else 0.0), seconds * 0.1)
+            self.prefill_token_s = _blend(self.prefill_token_s, rest / n_prefill)
+
+
+def _blend(old: float, new: float, weight: float = 0.2) -> float:
+    return new if old == 0.0 else old + weight * (min(new, old * 4) - old)
+
+
+class Scheduler:
+    """Queue, slots, cells. ``add``, ``cancel``, ``schedule``, ``computed``, ``finish``."""
+
+    def __init__(self, limits: Limits, options: EngineOptions) -> None:
+        self.limits = limits
+        self.options = options
+        self.costs = Costs()
+        self.tree = PrefixTree()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.misses: Counter[str] = Counter()
+        self.n_hits = 0
+        self.n_preemptions = 0
+        self._free_slots = list(reversed(limits.slot_ids))
+        self._free_plain = list(reversed(limits.plain_ids))
+        self._free_retained = list(reversed(limits.retained_ids))
+        self._retained: dict[int, None] = {}  # seq_ids, least recently used first
+        self._pinned: set[int] = set()
+        self._ops: list[Op] = []
+        self._order = 0
+        self._budget = min(options.step_budget or limits.n_batch, limits.n_batch)
+
+    # -- the queue ---------------------------------------------------------------------------
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Take in a request's sequences; raises when the prompt is too long or too many wait."""
+        new = list(sequences)
+        if len(self.waiting) + len(new) > self.options.max_waiting + self._n_free_running():
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait already, as many as may",
+                hint="try again later, or raise max_waiting",
+            )
+        for seq in new:
+            self._check_length(seq)
+        for seq in new:
+            seq.order = self._order
+            self._order += 1
+            self.waiting.append(seq)
+
+    def _check_length(self, seq: Sequence) -> None:
+        n_ctx = min(self.limits.n_ctx_seq, self._all_cells())
+        if seq.n_prompt >= n_ctx:
+            raise ContextOverflowError(seq.n_prompt, n_ctx)
+        room = n_ctx - seq.n_prompt
+        if seq.request.overflow is Overflow.SLIDE:
+            room = 1 << 30
+        wanted = seq.request.sampling.max_tokens
+        seq.max_output = room if wanted is None else min(room, wanted)
+
+    def _all_cells(self) -> int:
+        return self.limits.n_cells if self._shares_cells else self.limits.n_ctx_seq
+
+    @property
+    def _shares_cells(self) -> bool:
+        return self.limits.sharing == "cells"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def n_cells_used(self) -> int:
+        if self._shares_cells:
+            return self.tree.n_cells
+        return sum(seq.n_computed for seq in self.running)
+
+    @property
+    def n_cells_retained(self) -> int:
+        return sum(self.tree.exclusive(holder) for holder in self._retained)
+
+    def _n_free_running(self) -> int:
+        return max(0, self.limits.n_running - len(self.running))
+
+    def _urgency(self, seq: Sequence, now: float) -> tuple[float, int]:
+        waited = now - seq.waiting_since
+        return (seq.request.priority - waited / self.options.aging_s, seq.order)
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Step:
+        """Decide the next step. What it holds counts as computed once ``computed`` is called."""
+        self._admit(now)
+        finished: list[Sequence] = []
+        work = self._fill(now, finished)
+        n_tokens = sum(w.n + len(w.draft) for w in work)
+        n_prefill = sum(w.n for w in work if not w.seq.is_decoding)
+        ops, self._ops = self._ops, []
+        return Step(ops, work, n_tokens, n_prefill, finished)
+
+    def _fill(self, now: float, finished: list[Sequence]) -> list[Work]:
+        work: list[Work] = []
+        budget, outputs = self._budget, self.limits.n_outputs_max
+        decoding = [s for s in self.running if s.is_decoding]
+        for seq in decoding:
+            if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
+                continue
+            if not self._make_room(1, seq, work, finished):
+                continue
+            draft = self._draft(seq, min(budget, outputs) - 1)
+            n_out = 1 + len(draft)
+            work.append(Work(seq, seq.n_computed, 1, n_out, draft))
+            budget -= n_out
+            outputs -= n_out
+        self._fill_prefill(now, work, budget, outputs, finished)
+        return [w for w in work if w.seq.state is State.RUNNING]
+
+    def _draft(self, seq: Sequence, room: int) -> tuple[int, ...]:
+        if not seq.draft or room <= 0:
+            return ()
+        n = min(len(seq.draft), room, self.limits.n_ctx_seq - len(seq.tokens) - 1)
+        free = self.limits.n_cells - self.tree.n_cells if self._shares_cells else n
+        return tuple(seq.draft[: max(0, min(n, free))])
+
+    def _fill_prefill(
+        self,
+        now: float,
+        work: list[Work],
+        budget: int,
+        outputs: int,
+        finished: list[Sequence],
+    ) -> None:
+        prefilling = [s for s in self.running if not s.is_decoding]
+        if not prefilling:
+            return
+        prefilling.sort(key=lambda s: self._urgency(s, now))
+        budget = min(budget, self._chunk(prefilling, work))
+        for seq in prefilling:
+            if budget <= 0 or seq.state is not State.RUNNING:
+                continue
+            n = min(seq.n_pending, budget)
+            n = self._until_checkpoint(seq, n)
+            is_last = n == seq.n_pending
+            n_out = self._outputs_of(seq, n, is_last=is_last)
+            if n_out > outputs:
+                n, n_out = self._shrink_outputs(seq, n, outputs)
+            if n <= 0 or not self._make_room(n, seq, work, finished):
+                continue
+            work.append(Work(seq, seq.n_computed, n, n_out))
+            budget -= n
+            outputs -= n_out
+
+    def _outputs_of(self, seq: Sequence, n: int, *, is_last: bool) -> int:
+        if seq.request.sampling.prompt_logprobs and seq.n_output == 0:
+            return n
+        return 1 if is_last else 0
+
+    def _shrink_outputs(self, seq: Sequence, n: int, outputs: int) -> tuple[int, int]:
+        if seq.request.sampling.prompt_logprobs and seq.n_output == 0:
+            return outputs, outputs
+        # Leave the last token for a step that has a row for it.
+        return n - 1, 0
+
+    def _until_checkpoint(self, seq: Sequence, n: int) -> int:
+        at = seq.checkpoint_at
+        if seq.n_computed < at < seq.n_computed + n:
+            return at - seq.n_computed
+        return n
+
+    def _chunk(self, prefilling: list[Sequence], work: list[Work]) -> int:
+        """Prefill tokens that this step may carry beside the decodes it already holds."""
+        costs = self.costs
+        if not work or not costs.prefill_token_s or not costs.decode_s:
+            return self._budget if not work else max(MIN_CHUNK, self.limits.n_ubatch // 4)
+        urgent = prefilling[0].request.priority
+        if all(w.seq.request.priority > urgent for w in work):
+            return self._budget
+        crowd = max(1.0, len(prefilling) / len(work))
+        extra = (self.options.itl_factor - 1) * costs.decode_s * crowd
+        if self.options.itl_target_s is not None:
+            extra = max(extra, self.options.itl_target_s - costs.decode_s)
+        return max(MIN_CHUNK, int(extra / costs.prefill_token_s))
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        if not self.waiting:
+            return
+        self.waiting.sort(key=lambda s: self._urgency(s, now))
+        held = []
+        queue, self.waiting = self.waiting, []
+        while queue:
+            seq = queue[0]
+            if self._waits_for_prefix(seq):
+                held.append(queue.pop(0))
+                continue
+            if not self._has_slot(seq, now) or not self._has_cells_for(seq):
+                break
+            queue.pop(0)
+            self._start(seq, now)
+        self.waiting = held + queue + self.waiting
+
+    def _has_slot(self, seq: Sequence, now: float) -> bool:
+        pool = self._pool(seq)
+        if pool and len(self.running) < self.limits.n_running:
+            return True
+        victims = [
+            s
+            for s in self.running
+            if s.request.priority > seq.request.priority and (pool or s.slot in self._ids(seq))
+        ]
+        if not victims:
+            return False
+        self.preempt(max(victims, key=lambda s: (s.request.priority, s.order)), now)
+        return bool(self._pool(seq))
+
+    def _ids(self, seq: Sequence) -> tuple[int, ...]:
+        limits = self.limits
+        return limits.plain_ids if seq.plain and limits.plain_ids else limits.slot_ids
+
+    def _pool(self, seq: Sequence) -> list[int]:
+        return self._free_plain if seq.plain and self.limits.plain_ids else self._free_slots
+
+    def _has_cells_for(self, seq: Sequence) -> bool:
+        if not self._shares_cells or not self.running:
+            return True
+        found = self.tree.match(seq.tokens, len(seq.tokens) - 1)
+        needed = len(seq.tokens) - (found.n if found else 0)
+        promised = sum(s.n_pending for s in self.running) + len(self.running)
+        free = self.limits.n_cells - self.tree.n_cells + self.n_cells_retained
+        return needed + promised + 1 <= free
+
+    def _waits_for_prefix(self, seq: Sequence) -> bool:
+        """A running sequence is computing a prefix that this one could share: let it finish."""
+        if not self._shares_cells or not seq.request.cache_prompt:
+            return False
+        limit = len(seq.tokens) - 1
+        cached: int | None = None
+        for other in self.running:
+            if other.n_pending <= 1:
+                continue
+            same = min(common_prefix(other.tokens, seq.tokens), limit)
+            if same <= max(other.n_computed, self.options.prefix_min):
+                continue
+            if cached is None:
+                found = self.tree.match(seq.tokens, limit)
+                cached = found.n if found else 0
+            if same > cached:
+                return True
+        return False
+
+    def _start(self, seq: Sequence, now: float) -> None:
+        seq.slot = self._pool(seq).pop()
+        seq.state = State.RUNNING
+        if seq.scheduled is None:
+            seq.scheduled = now
+        self.running.append(seq)
+        n = self._share_prefix(seq)
+        seq.n_computed = n
+        if seq.n_output == 0:
+            seq.n_cached = n
+
+    def _share_prefix(self, seq: Sequence) -> int:
+        limit = len(seq.tokens) - 1
+        if not seq.request.cache_prompt or seq.request.sampling.prompt_logprobs:
+            self._miss(seq, "asked_not_to")
+            return 0
+        if not self._shares_cells:
+            return 0
+        found = self.tree.match(seq.tokens, limit)
+        if found is None or found.n < min(self.options.prefix_min, limit):
+            self._miss(seq, "no_common_prefix" if found is None else "too_short")
+            return 0
+        self.n_hits += 1
+        self.tree.share(found.holder, seq.slot, found.n)
+        self._ops.append(Copy(found.holder, seq.slot, found.n))
+        self._touch(found.holder)
+        return found.n
+
+    def _miss(self, seq: Sequence, reason: str) -> None:
+        seq.miss = reason
+        self.misses[reason] += 1
+
+    def _touch(self, holder: int) -> None:
+        if holder in self._retained:
+            del self._retained[holder]
+            self._retained[holder] = None
+
+    # -- cells -------------------------------------------------------------------------------
+
+    def _make_room(self, n: int, seq: Sequence, work: list[Work], finished: list[Sequence]) -> bool:
+        """Free cells for n tokens of ``seq``: retained prefixes first, then less urgent streams."""
+        if not self._shares_cells:
+            return True
+        taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
+        while self.limits.n_cells - self.tree.n_cells - taken < n:
+            if self._evict():
+                continue
+            victim = self._victim()
+            if victim is None or (victim is seq and len(self.running) == 1):
+                finished.append(seq)
+                return False
+            self.preempt(victim, None)
+            if victim is seq:
+                return False
+            taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
+        return True
+
+    def _evict(self) -> bool:
+        for holder in self._retained:
+            if holder not in self._pinned:
+                self._forget(holder)
+                return True
+        return False
+
+    def _forget(self, holder: int) -> None:
+        del self._retained[holder]
+        self._pinned.discard(holder)
+        self.tree.release(holder)
+        self._ops.append(Remove(holder, 0))
+        self._free_retained.append(holder)
+
+    def _victim(self) -> Sequence | None:
+        running = [s for s in self.running if s.state is State.RUNNING]
+        return max(running, key=lambda s: (s.request.priority, s.order), default=None)
+
+    def preempt(self, seq: Sequence, now: float | None) -> None:
+        """Take a running sequence's slot and cells; it waits again and goes on where it was.
+
+        With ``now`` (its slot is wanted, not its cells) its cells stay behind as long as they can.
+        """
+        self.n_preemptions += 1
+        self.running.remove(seq)
+        self._leave(seq, keep=now is not None)
+        seq.state = State.PREEMPTED
+        seq.draft = []
+        seq.n_computed = 0
+        self.waiting.append(seq)
+
+    def _leave(self, seq: Sequence, *, keep: bool) -> None:
+        """Give the slot back; its cells stay as a retained prefix when they are worth it."""
+        slot = seq.slot
+        seq.slot = -1
+        if keep and self._worth_keeping(slot):
+            target = self._retained_id()
+            if target is not None:
+                self._ops.append(Copy(slot, target, self.tree.length(slot)))
+                self.tree.rename(slot, target)
+                self._retained[target] = None
+                for inner in self.tree.subsumed(target):
+                    if inner in self._retained and inner not in self._pinned:
+                        self._forget(inner)
+        self.tree.release(slot)
+        self._ops.append(Remove(slot, 0))
+        (self._free_plain if slot in self.limits.plain_ids else self._free_slots).append(slot)
+
+    def _worth_keeping(self, slot: int) -> bool:
+        if not (self._shares_cells and self.options.retain_prefixes):
+            return False
+        return self.tree.exclusive(slot) > 0 and self.tree.length(slot) >= self.options.prefix_min
+
+    def _retained_id(self) -> int | None:
+        if not self._free_retained and not self._evict():
+            return None
+        return self._free_retained.pop() if self._free_retained else None
+
+    # -- what became of a step ---------------------------------------------------------------
+
+    def computed(self, work: Work, n: int | None = None) -> None:
+        """The first ``n`` (all) of the work's own tokens are in the cache now."""
+        n = work.n if n is None else n
+        seq = work.seq
+        if self._shares_cells and n:
+            self.tree.extend(seq.slot, seq.tokens[work.start : work.start + n])
+        seq.n_computed = work.start + n
+
+    def accepted(self, seq: Sequence, tokens: array[int]) -> None:
+        """Draft tokens that were right are in the cache now (and already in ``tokens``)."""
+        if self._shares_cells and len(tokens):
+            self.tree.extend(seq.slot, tokens)
+        seq.n_computed += len(tokens)
+
+    def finish(self, seq: Sequence) -> None:
+        """A sequence ended or was cancelled, in whatever state it was."""
+        if seq.state is State.FINISHED:
+            return
+        if seq.slot >= 0:
+            self.running.remove(seq)
+            self._leave(seq, keep=seq.request.cache_prompt)
+        else:
+            self.waiting.remove(seq)
+        seq.state = State.FINISHED
+
+    def drop_retained(self) -> None:
+        """Forget every retained prefix."""
+        for holder in list(self._retained):
+            self._forget(holder)
+
+    def take_ops(self) -> list[Op]:
+        """Operations that wait for a step, when none is coming."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    def check(self) -> None:
+        """Raise ValueError when slots, cells or states contradict one another."""
+        self.tree.check()
+        slots = [s.slot for s in self.running]
+        free = [*self._free_slots, *self._free_plain]
+        everything = sorted([*slots, *free])
+        if everything != sorted([*self.limits.slot_ids, *self.limits.plain_ids]):
+            raise ValueError(f"slots {slots} and free {free} are not all slots")
+        retained = sorted([*self._retained, *self._free_retained])
+        if retained != sorted(self.limits.retained_ids):
+            raise ValueError("retained ids leaked")
+        for seq in self.running:
+            if self._shares_cells and self.tree.length(seq.slot) != seq.n_computed:
+                raise ValueError(f"{seq!r} holds {self.tree.length(seq.slot)} cells")
+        if self.tree.holders - set(slots) - set(self._retained):
+            raise ValueError("cells are held by nobody")
+        if self.tree.n_cells > self.limits.n_cells:
+            raise ValueError("more cells than there are")

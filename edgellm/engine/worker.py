@@ -1,0 +1,273 @@
+"""The child process: ``python -m edgellm.engine.worker FD``, FD being its end of a socket pair.
+
+The main thread loads and then owns the context. A second thread reads frames and tokenises; texts
+so long that this takes a while are tokenised by a third, so that nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterable
+from typing import Final
+
+from edgellm.engine import wire
+from edgellm.engine.backend import Backend, LoadBackend
+from edgellm.engine.info import LoadProgress
+from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
+from edgellm.errors import ConfigError, InvalidRequestError
+from edgellm.request import Request
+
+LONG_TEXT: Final = 32 * 1024
+"""Characters; tokenising less takes a few milliseconds at most."""
+RECV_BYTES: Final = 1 << 18
+EXIT_GRACE_S: Final = 5.0
+
+
+class Outbox:
+    """Sends frames without ever blocking the caller: what the socket does not take at once is
+    left to a thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._backlog: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._n_backlog = 0
+        threading.Thread(target=self._drain, name="engine-send", daemon=True).start()
+
+    def send(self, message: wire.FromChild) -> None:
+        """Send now what the socket takes; order is kept. Any thread."""
+        frame = bytes(wire.pack(message))
+        with self._lock:
+            n = 0 if self._n_backlog else self._try(frame)
+            if n < len(frame):
+                self._n_backlog += 1
+                self._backlog.put(frame[n:])
+
+    def _try(self, frame: bytes) -> int:
+        try:
+            return self._sock.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(frame)  # the parent is gone; the reader notices
+
+    def _drain(self) -> None:
+        while True:
+            rest = self._backlog.get()
+            try:
+                self._sock.sendall(rest)
+            except OSError:
+                return
+            with self._lock:
+                self._n_backlog -= 1
+
+    def flush(self, timeout_s: float = 2.0) -> None:
+        """Wait until everything has left."""
+        end = time.monotonic() + timeout_s
+        while self._n_backlog and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+class Reader:
+    """Frames in, messages for the loop out."""
+
+    def __init__(self, sock: socket.socket, outbox: Outbox, backend: Backend, loop: Loop) -> None:
+        self._sock = sock
+        self._outbox = outbox
+        self._backend = backend
+        self._loop = loop
+        self._long: queue.SimpleQueue[tuple[Request, float]] = queue.SimpleQueue()
+        self._in_long: set[str] = set()
+
+    def start(self, unframer: wire.Unframer, early: Iterable[bytes]) -> None:
+        """Read for good; ``early`` came while loading."""
+        threading.Thread(target=self._run, args=(unframer, list(early)), daemon=True).start()
+        threading.Thread(target=self._tokenise_long, daemon=True).start()
+
+    def _run(self, unframer: wire.Unframer, early: list[bytes]) -> None:
+        for body in early:
+            self._take(body)
+        while True:
+            try:
+                data = self._sock.recv(RECV_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            for body in unframer.feed(data):
+                self._take(body)
+        self._loop.inbox.put(wire.Close())
+        time.sleep(EXIT_GRACE_S)
+        os._exit(0)  # the parent is gone and the loop hangs in native code
+
+    def _take(self, body: bytes) -> None:
+        message = wire.to_child_decoder.decode(body)
+        call = getattr(message, "call", None)
+        try:
+            self._route(message)
+        except Exception as error:  # noqa: BLE001  (border: one bad message, not the reader)
+            if call is not None:
+                self._outbox.send(wire.Failed(call, wire.error_info(error)))
+
+    def _route(self, message: wire.ToChild) -> None:
+        backend, inbox = self._backend, self._loop.inbox
+        if isinstance(message, wire.Generate):
+            self._generate(message.request)
+        elif isinstance(message, wire.Cancel):
+            self._in_long.discard(message.request_id)
+            inbox.put(message)
+        elif isinstance(message, wire.Tokenize):
+            ids = backend.tokenize(
+                message.text,
+                add_special=message.add_special,
+                parse_special=message.parse_special,
+            )
+            self._outbox.send(wire.Reply(message.call, ids))
+        elif isinstance(message, wire.Detokenize):
+            pieces = b"".join(backend.piece(token) for token in self._checked(message.ids))
+            self._outbox.send(wire.Reply(message.call, pieces.decode("utf-8", "replace")))
+        elif isinstance(message, wire.Embed):
+            inputs = tuple(self._ids(text) for text in message.request.inputs)
+            inbox.put(EmbedJob(message.call, message.request, inputs))
+        elif isinstance(message, (wire.Stats, wire.Ping, wire.Close)):
+            inbox.put(message)
+
+    def _generate(self, request: Request) -> None:
+        arrival = time.monotonic()
+        if isinstance(request.prompt, str) and len(request.prompt) > LONG_TEXT:
+            self._in_long.add(request.id)
+            self._long.put((request, arrival))
+        else:
+            self._admit(request, arrival)
+
+    def _tokenise_long(self) -> None:
+        while True:
+            request, arrival = self._long.get()
+            if request.id in self._in_long:
+                self._admit(request, arrival, still_wanted=self._in_long)
+
+    def _admit(
+        self, request: Request, arrival: float, still_wanted: set[str] | None = None
+    ) -> None:
+        try:
+            prompt = self._ids(
+                request.prompt,
+                add_special=request.add_special,
+                parse_special=request.parse_special,
+            )
+        except Exception as error:  # noqa: BLE001  (border: this request, not the reader)
+            self._loop.inbox.put(Refused(request.id, wire.error_info(error)))
+            return
+        if still_wanted is None or request.id in still_wanted:
+            turns = turn_tokens(self._backend, request, prompt)
+            self._loop.inbox.put(Arrived(request, prompt, arrival, turns))
+
+    def _ids(
+        self, text: str | tuple[int, ...], *, add_special: bool = True, parse_special: bool = True
+    ) -> array[int]:
+        if not isinstance(text, str):
+            return array("i", self._checked(text))
+        return array(
+            "i",
+            self._backend.tokenize(text, add_special=add_special, parse_special=parse_special),
+        )
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        n_vocab = self._backend.info.n_vocab
+        out = list(ids)
+        bad = next((i for i in out if not 0 <= i < n_vocab), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"token {bad} is not in the vocabulary of {n_vocab}", param="prompt"
+            )
+        return out
+
+
+def turn_tokens(backend: Backend, request: Request, prompt: array[int]) -> tuple[int, ...]:
+    """Where the request's turns begin, in tokens: the first token at or after each character."""
+    if not request.turn_starts or not isinstance(request.prompt, str):
+        return ()
+    offsets = [len(request.prompt[:at].encode()) for at in sorted(request.turn_starts)]
+    out: list[int] = []
+    n_bytes = 0
+    bos = backend.info.bos_id
+    for i, token in enumerate(prompt):
+        while len(out) < len(offsets) and n_bytes >= offsets[len(out)]:
+            out.append(i)
+        n_bytes += 0 if i == 0 and token == bos else len(backend.piece(token))
+    return tuple(out)
+
+
+def open_backend(name: str) -> LoadBackend:
+    """The loader of a backend by its name; imports nothing of the others."""
+    if name == "scripted":
+        from edgellm.engine.scripted import ScriptedBackend  # noqa: PLC0415  (only when asked for)
+
+        return ScriptedBackend
+    if name == "llama":
+        from edgellm.engine.llama import load  # noqa: PLC0415
+
+        return load
+    raise ConfigError(f"no backend is called {name!r}", hint="use llama or scripted")
+
+
+def _first_message(sock: socket.socket) -> tuple[wire.ToChild | None, wire.Unframer, list[bytes]]:
+    unframer = wire.Unframer()
+    while True:
+        data = sock.recv(RECV_BYTES)
+        if not data:
+            return None, unframer, []
+        bodies = unframer.feed(data)
+        if bodies:
+            return wire.to_child_decoder.decode(bodies[0]), unframer, bodies[1:]
+
+
+def serve(sock: socket.socket) -> int:
+    """Load what the first frame asks for and serve until told to close. The exit status."""
+    outbox = Outbox(sock)
+    message, unframer, early = _first_message(sock)
+    if not isinstance(message, (wire.Load, wire.DryRun)):
+        return 2
+
+    def on_progress(value: LoadProgress) -> None:
+        outbox.send(wire.Progress(value))
+
+    try:
+        if isinstance(message, wire.DryRun):
+            from edgellm.engine.llama import dry_run  # noqa: PLC0415
+
+            outbox.send(wire.Loaded(None, dry_run(message.plan, message.options)))
+            outbox.flush()
+            return 0
+        backend = open_backend(message.backend)(message.plan, message.options, on_progress)
+    except Exception as error:  # noqa: BLE001  (border: the parent hears what went wrong)
+        outbox.send(wire.Failed(0, wire.error_info(error)))
+        outbox.flush()
+        return 1
+    loop = Loop(backend, message.options, outbox.send)
+    Reader(sock, outbox, backend, loop).start(unframer, early)
+    outbox.send(wire.Loaded(backend.info, backend.report))
+    loop.run()
+    backend.close()
+    outbox.flush()
+    return 0
+
+
+def main() -> None:
+    """Entry point of the child."""
+    # The loop waits for the interpreter lock after every native call: let others hold it briefly.
+    sys.setswitchinterval(0.0005)
+    status = serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # native threads must not outlive this
+
+
+if __name__ == "__main__":
+    main()
