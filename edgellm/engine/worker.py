@@ -207,11 +207,11 @@ def turn_tokens(backend: Backend, request: Request, prompt: array[int]) -> tuple
 def open_backend(name: str) -> LoadBackend:
     """The loader of a backend by its name; imports nothing of the others."""
     if name == "scripted":
-        from edgellm.engine.scripted import ScriptedBackend  # noqa: PLC0415  (only when asked for)
+        from edgellm.engine.scripted import ScriptedBackend
 
         return ScriptedBackend
     if name == "llama":
-        from edgellm.engine.llama import load  # noqa: PLC0415
+        from edgellm.engine.llama import load
 
         return load
     raise ConfigError(f"no backend is called {name!r}", hint="use llama or scripted")
@@ -240,7 +240,7 @@ def serve(sock: socket.socket) -> int:
 
     try:
         if isinstance(message, wire.DryRun):
-            from edgellm.engine.llama import dry_run  # noqa: PLC0415
+            from edgellm.engine.llama import dry_run
 
             outbox.send(wire.Loaded(None, dry_run(message.plan, message.options)))
             outbox.flush()
