@@ -203,12 +203,15 @@ class _Exchange(asyncio.Protocol):
         else:
             self._fail("reset", str(exc or "the connection was closed early"), clock())
 
-    def abort(self, error: str | None, message: str) -> None:
+    def abort(self, error: str, message: str) -> None:
+        """End the exchange from this side because something is wrong."""
+        self._fail(error, message, clock())
+
+    def leave(self) -> None:
         """End the exchange from this side, as a client that goes away does."""
-        if error is None:
+        if not self.finished.done():
+            self.reply.finish = "disconnected"
             self._finish(clock())
-        else:
-            self._fail(error, message, clock())
 
     def _feed(self, data: bytes, now: float) -> None:
         if self._body is None:
@@ -268,8 +271,7 @@ class _Exchange(asyncio.Protocol):
                 reply.arrivals.append(Arrival(now, text, len(ids) if ids else None))
         after = self._disconnect_after
         if after is not None and len(reply.arrivals) >= after:
-            reply.finish = "disconnected"
-            self._finish(now)
+            self.leave()
 
     def _take_usage(self, usage: _Usage) -> None:
         self.reply.n_prompt = usage.prompt_tokens
@@ -318,12 +320,14 @@ async def exchange(
     *,
     timeout_s: float = _TIMEOUT_S,
     disconnect_after: int | None = None,
-    on_start: Callable[[], None] | None = None,
+    leave: asyncio.Future[None] | None = None,
+    on_open: Callable[[Reply], None] | None = None,
 ) -> Reply:
     """Send one request and read its answer to the end; never raises for what the far end does.
 
     ``body`` None makes it a GET. ``disconnect_after`` closes the connection after so many events
-    with output, as a client that goes away would. Cancelling the task closes the connection.
+    with output, as a client that goes away would, and ``leave`` does so when it is done.
+    ``on_open`` gets the reply that fills up as the answer comes.
     """
     data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
     payload = _payload(endpoint, "GET" if body is None else "POST", path, data)
@@ -343,8 +347,10 @@ async def exchange(
     except (OSError, asyncio.TimeoutError) as error:
         message = f"{endpoint.url}: {error or 'no connection'}"
         return Reply(sent=started, end=clock(), error="connect", message=message)
-    if on_start is not None:
-        on_start()
+    if leave is not None:
+        leave.add_done_callback(lambda _: protocol.leave())
+    if on_open is not None:
+        on_open(protocol.reply)
     return await _wait(protocol, timeout_s, started)
 
 

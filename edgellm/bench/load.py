@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -59,10 +59,20 @@ class Driver:
         self._n_started = 0
         self._n_done = 0
         self._n_events = 0
+        self._open: list[Reply] = []
         self._begin = clock()
 
-    async def send(self, job: Job, intended: float | None = None) -> Reply:
-        """One request, recorded; latency counts from ``intended`` (now, when None)."""
+    async def send(
+        self,
+        job: Job,
+        intended: float | None = None,
+        *,
+        leave: asyncio.Future[None] | None = None,
+    ) -> Reply:
+        """One request, recorded; latency counts from ``intended`` (now, when None).
+
+        When ``leave`` is done the client goes away in mid-stream.
+        """
         at = clock() if intended is None else intended
         self._n_started += 1
         reply = await exchange(
@@ -71,12 +81,18 @@ class Driver:
             job.body,
             timeout_s=self._timeout_s,
             disconnect_after=job.disconnect_after,
+            leave=leave,
+            on_open=self._open.append,
         )
         self._replies.append((job, at, reply))
         self._n_done += 1
         self._n_events += len(reply.arrivals)
         self._report()
         return reply
+
+    def n_producing(self) -> int:
+        """How many requests have shown output and not ended."""
+        return sum(1 for reply in self._open if reply.arrivals and not reply.end)
 
     async def closed_loop(
         self, jobs: Iterator[Job], concurrency: int, *, n: int, seconds: float = 0.0
@@ -139,7 +155,7 @@ async def _watch_lag(lags: list[float]) -> None:
         lags.append(max(0.0, clock() - due))
 
 
-async def run_phase(driver: Driver, load: Callable[[Driver], asyncio.Future[None]]) -> Phase:
+async def run_phase(driver: Driver, load: Callable[[Driver], Awaitable[None]]) -> Phase:
     """Run ``load`` on the driver, watching this client's own lateness."""
     lags: list[float] = []
     watcher = asyncio.create_task(_watch_lag(lags))
@@ -165,7 +181,7 @@ async def closed_phase(
     driver = Driver(endpoint, timeout_s=timeout_s, on_progress=on_progress)
     return await run_phase(
         driver,
-        lambda d: asyncio.ensure_future(d.closed_loop(jobs, concurrency, n=n, seconds=seconds)),
+        lambda d: d.closed_loop(jobs, concurrency, n=n, seconds=seconds),
     )
 
 
@@ -184,5 +200,5 @@ async def open_phase(
     times = poisson_times(rate, n, seed)
     return await run_phase(
         driver,
-        lambda d: asyncio.ensure_future(d.open_loop(islice(jobs, n), times)),
+        lambda d: d.open_loop(islice(jobs, n), times),
     )
