@@ -125,9 +125,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine's loop runs; None: its default."""
 
+    backend: Annotated[
+        Literal["llama", "scripted"], Meta(description="scripted needs no model: for trials")
+    ] = "llama"
     itl_target_s: Annotated[float | None, Meta(description="longest gap between tokens")] = None
     step_budget: Annotated[int | None, Meta(description="tokens one step may carry")] = None
-    speculation: Annotated[str | None, Meta(description="off, auto, ngram or draft")] = None
+    spec: Annotated[
+        Literal["off", "auto", "ngram", "draft"] | None, Meta(description="speculative decoding")
+    ] = None
     retain_prefixes: Annotated[bool | None, Meta(description="keep prompts for reuse")] = None
     warmup: Annotated[bool | None, Meta(description="run once before saying ready")] = None
 

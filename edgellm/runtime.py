@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from edgellm import devices as devices_
 from edgellm.config import PlanSettings, Settings
 from edgellm.devices import Devices
+from edgellm.engine.build import require_engine
+from edgellm.engine.client import Engine, OnProgress
+from edgellm.engine.info import EngineOptions
 from edgellm.errors import ConfigError, ModelNotFoundError
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
@@ -32,6 +36,38 @@ def plan_model(
         devices if devices is not None else plan_devices(settings),
         request if request is not None else plan_request(settings),
     )
+
+
+async def open_engine(
+    model: str,
+    request: PlanRequest | None = None,
+    *,
+    settings: Settings | None = None,
+    backend: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Engine:
+    """Resolve, read, plan and load one model: the whole straight line.
+
+    Raises what its parts raise: ModelNotFoundError, GGUFError, DoesNotFitError, EngineError.
+    """
+    settings = settings or Settings()
+    backend = backend or settings.engine.backend
+    if backend == "llama":
+        require_engine()
+    plan = await asyncio.to_thread(plan_model, model, request, settings=settings)
+    return await Engine.load(
+        plan, backend=backend, on_progress=on_progress, options=engine_options(settings)
+    )
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """How engines run by these settings; the engine's own default where a setting is None."""
+    chosen = {
+        name: value
+        for name in settings.engine.__struct_fields__
+        if name != "backend" and (value := getattr(settings.engine, name)) is not None
+    }
+    return EngineOptions(max_waiting=settings.serve.max_waiting, **chosen)
 
 
 def local_path(model: str, settings: Settings) -> Path:

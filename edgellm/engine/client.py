@@ -109,6 +109,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_environment(),
+                start_new_session=True,  # Ctrl-C in a terminal stops an answer, not the engine
             )
         finally:
             theirs.close()
