@@ -18,6 +18,7 @@ LEVELS = {
     "units": 0,
     "request": 0,
     "metrics": 0,
+    "web": 0,
     "paths": 1,
     "config": 1,
     "devices": 1,

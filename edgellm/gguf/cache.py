@@ -24,22 +24,29 @@ MAX_ENTRIES: Final = 4096
 _CHECKSUM_BYTES: Final = 4
 
 
+Stamp = tuple[int, int, int]
+NO_STAMP: Final[Stamp] = (0, 0, 0)  # for keys that are digests of the content
+
+
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
     schema: int
-    path: str
-    size: int
-    mtime_ns: int
-    inode: int
+    key: str
+    stamp: Stamp
     header: Header
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(_Entry)
 
 
-def load(path: str, stat: os.stat_result) -> Header | None:
-    """The header read from this very file before, or None."""
+def stamp(stat: os.stat_result) -> Stamp:
+    """What changes when a file does: size, time of change, inode."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def load(key: str, stamp: Stamp) -> Header | None:
+    """The header read from this very file (an absolute path, or a digest) before, or None."""
     try:
-        data = _entry_path(path).read_bytes()
+        data = _entry_path(key).read_bytes()
     except OSError:
         return None
     body = memoryview(data)[_CHECKSUM_BYTES:]
@@ -49,14 +56,15 @@ def load(path: str, stat: os.stat_result) -> Header | None:
         entry = _DECODER.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return entry.header if _key(path, stat) == _entry_key(entry) else None
+    same = (entry.schema, entry.key, entry.stamp) == (SCHEMA, key, stamp)
+    return entry.header if same else None
 
 
-def save(path: str, stat: os.stat_result, header: Header) -> None:
+def save(key: str, stamp: Stamp, header: Header) -> None:
     """Keep a header. The entry appears whole or not at all; failing to write it is no error."""
-    body = msgspec.msgpack.encode(_Entry(*_key(path, stat), header))
+    body = msgspec.msgpack.encode(_Entry(SCHEMA, key, stamp, header))
     checksum = zlib.crc32(body)
-    target = _entry_path(path)
+    target = _entry_path(key)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=target.parent)
@@ -69,16 +77,8 @@ def save(path: str, stat: os.stat_result, header: Header) -> None:
         return
 
 
-def _key(path: str, stat: os.stat_result) -> tuple[int, str, int, int, int]:
-    return SCHEMA, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-def _entry_key(entry: _Entry) -> tuple[int, str, int, int, int]:
-    return entry.schema, entry.path, entry.size, entry.mtime_ns, entry.inode
-
-
-def _entry_path(path: str) -> Path:
-    name = hashlib.sha256(os.path.abspath(path).encode("utf-8", "surrogateescape")).hexdigest()
+def _entry_path(key: str) -> Path:
+    name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return paths.cache_dir() / "headers" / name[:32]
 
 

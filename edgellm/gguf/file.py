@@ -48,6 +48,8 @@ class GGUFArray(msgspec.Struct, frozen=True):
     def _bytes(self) -> bytes:
         if self.raw is not None:
             return self.raw
+        if "://" in self.path:
+            raise GGUFError(self.path, f"this array ({self.n} items) stayed on the server")
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)

@@ -215,7 +215,7 @@ def test_a_header_is_completed_by_what_fill_returns() -> None:
     data = small_model(**{"general.name": "x" * 500})
     asked = []
 
-    def fill(have: int, need: int) -> bytes:
+    def fill(have: int, need: int, expected: int) -> bytes:
         asked.append((have, need))
         return data[have : need + 100]
 
