@@ -22,3 +22,12 @@ def needs_all_logits(params: SamplingParams, top_k: int) -> bool:
     if params.top_k > top_k:
         return True
     return params.top_k == 0 and (params.min_p < 0.02 or params.temperature > 1.5)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the chain must know the tokens so far."""
+    return params.repeat_last_n != 0 and (
+        params.repeat_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
