@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from edgellm.engine.client import Engine
-from edgellm.request import FinishReason, Request, TokenEvent
+from edgellm.request import Request, TokenEvent
 from tests.engine.factories import request
 from tests.engine.starter import library_greedy, starter_plan
 
