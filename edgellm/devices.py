@@ -72,6 +72,29 @@ def probe() -> Devices:
     return Devices(host=host, gpus=gpus, notes=tuple(notes))
 
 
+def vendors() -> tuple[str, ...]:
+    """Makers of the display adapters on the PCI bus: nvidia, amd, intel. Linux only."""
+    known = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+    return tuple(name for number, name in known.items() if _has_pci_vendor(_SYS, number))
+
+
+def cuda_driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the NVIDIA driver runs, or None without one."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, pynvml.NVMLError):
+        return None
+    try:
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion())
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return version // 1000, version % 1000 // 10
+
+
 def hypothetical(sizes: Sequence[int], backend: str = "cuda") -> tuple[Gpu, ...]:
     """Cards with this much free memory (bytes) that need not exist: GPU0, GPU1, ..."""
     return tuple(

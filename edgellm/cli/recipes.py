@@ -42,6 +42,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: tuple[int, int]
     cores: int
     gpus: tuple[Gpu, ...] = ()
+    vendors: tuple[str, ...] = ()
+    """Makers of the display adapters: nvidia, amd, intel."""
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA the NVIDIA driver runs."""
     tools: tuple[Tool, ...] = ()
@@ -84,6 +86,7 @@ _BUILDS: Final[dict[str, tuple[tuple[str, ...], int, int, tuple[str, ...]]]] = {
     "metal": (("-DGGML_METAL=ON",), 24, 1 * GiB, ()),
 }
 # RPC costs seconds and lets machines be pooled.
+_PINNED: Final = f"{ENGINE_PACKAGE}=={ENGINE_VERSION}"
 _ALWAYS: Final = ("-DGGML_RPC=ON",)
 
 _HOW: Final[dict[str, dict[str, str]]] = {
@@ -114,6 +117,8 @@ def best_backend(machine: Machine) -> tuple[str, str]:
         if backend in kinds:
             names = ", ".join(g.name for g in machine.gpus if g.backend == backend)
             return backend, names
+    if "intel" in machine.vendors or "amd" in machine.vendors:
+        return "vulkan", f"a GPU of {' and '.join(machine.vendors)}"
     return "cpu", "no GPU was found"
 
 
@@ -212,20 +217,20 @@ def how_to_get(tool: str, system: str) -> str:
     return _HOW.get(tool, {}).get(system, f"install {tool}")
 
 
-def build_command(recipe: Recipe, installer: tuple[str, ...]) -> str:
+def build_command(recipe: Recipe, machine: Machine, *, replaces: bool) -> str:
     """One line that builds and installs the engine, as a person would type it."""
     arguments = shlex.quote(" ".join(recipe.cmake_args))
-    pip = shlex.join(installer) if installer else "pip"
-    return (
-        f"CMAKE_ARGS={arguments} {pip} install --force-reinstall --no-cache-dir --no-deps "
-        f"--no-binary {ENGINE_PACKAGE} {ENGINE_PACKAGE}=={ENGINE_VERSION}"
-    )
+    options = f"--no-cache-dir --no-binary {ENGINE_PACKAGE}"
+    return f"CMAKE_ARGS={arguments} {_install(machine, replaces)} {options} {_PINNED}"
 
 
-def wheel_command(recipe: Recipe, installer: tuple[str, ...]) -> str:
+def wheel_command(recipe: Recipe, machine: Machine, *, replaces: bool) -> str:
     """One line that installs a prebuilt wheel and never falls back to a build."""
-    pip = shlex.join(installer) if installer else "pip"
-    return (
-        f"{pip} install --force-reinstall --no-deps --only-binary {ENGINE_PACKAGE} "
-        f"--extra-index-url {recipe.wheel_index} {ENGINE_PACKAGE}=={ENGINE_VERSION}"
-    )
+    options = f"--only-binary {ENGINE_PACKAGE} --extra-index-url {recipe.wheel_index}"
+    return f"{_install(machine, replaces)} {options} {_PINNED}"
+
+
+def _install(machine: Machine, replaces: bool) -> str:
+    """The installer's command; an engine that is there is replaced, its dependencies stay."""
+    pip = shlex.join(machine.installer or ("python", "-m", "pip"))
+    return f"{pip} install" + (" --force-reinstall --no-deps" if replaces else "")
