@@ -1,19 +1,21 @@
 """Which llama.cpp is installed and what it can offload to, asked in a child process.
 
-The child loads the library, so that a broken build, or a driver that crashes while it lists its
-cards, cannot take this process with it. ``python -m edgellm.engine.build`` is that child.
+The child loads the libraries, so that a broken build, or a driver that crashes while it lists its
+cards, cannot take this process with it. ``python -m edgellm.engine.build`` is that child; it opens
+the libraries themselves, without the Python package around them.
 """
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -22,7 +24,6 @@ from edgellm.errors import EngineError
 ENGINE_PACKAGE: Final = "llama-cpp-python"
 ENGINE_VERSION: Final = "0.3.36"
 """The version that plans are checked against; pyproject.toml pins the same."""
-GPU_KINDS: Final = ("gpu", "igpu", "accel")
 
 
 class BuildDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,9 @@ class EngineBuild(msgspec.Struct, frozen=True, kw_only=True):
     """What the installed library says of itself."""
 
     version: str
+    """Of the Python package."""
     commit: str = ""
+    """Of ggml, as built."""
     backends: tuple[str, ...] = ()
     """Names of the backends compiled in: CPU, CUDA, Vulkan, Metal, ROCm, RPC."""
     devices: tuple[BuildDevice, ...] = ()
@@ -116,12 +119,84 @@ def _last_line(stderr: bytes, code: int) -> str:
     return lines[-1].strip() if lines else f"it exited with code {code}"
 
 
+# ggml-backend.h, enum ggml_backend_dev_type.
+_KINDS: Final = ("cpu", "gpu", "igpu", "accel", "meta")
+
+
+def describe_build() -> EngineBuild:
+    """Load the libraries and ask them. In the child only: drivers start here."""
+    folder = library_folder()
+    ggml, llama = _open(folder, "ggml"), _open(folder, "llama")
+    return EngineBuild(
+        version=installed_version() or "",
+        commit=_text(ggml, "ggml_commit"),
+        backends=tuple(_backends(ggml)),
+        devices=tuple(_devices(ggml)),
+        can_offload=bool(_call(llama, "llama_supports_gpu_offload", ctypes.c_bool)),
+        system_info=_text(llama, "llama_print_system_info"),
+        folder=str(folder),
+    )
+
+
+def library_folder() -> Path:
+    """Where the libraries are: LLAMA_CPP_LIB_PATH, or beside the package (its own rule)."""
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if override:
+        return Path(override)
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        raise EngineError("no engine is installed", hint="edgellm setup")
+    return Path(spec.origin).parent / "lib"
+
+
+def _open(folder: Path, name: str) -> ctypes.CDLL:
+    if sys.platform == "win32":
+        os.add_dll_directory(str(folder))
+        return ctypes.CDLL(str(folder / f"{name}.dll"), winmode=0)
+    ending = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(folder / f"lib{name}.{ending}"))
+
+
+def _call(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    """Call a C function; every argument here is a pointer or a size."""
+    function = getattr(library, name)
+    function.restype = result
+    return function(*(ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments))
+
+
+def _text(library: ctypes.CDLL, name: str, *arguments: Any) -> str:
+    raw = _call(library, name, ctypes.c_char_p, *arguments)
+    return (raw or b"").decode(errors="replace").strip()
+
+
+def _backends(ggml: ctypes.CDLL) -> Iterator[str]:
+    for index in range(_call(ggml, "ggml_backend_reg_count", ctypes.c_size_t)):
+        backend = _call(ggml, "ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t(index))
+        yield _text(ggml, "ggml_backend_reg_name", backend)
+
+
+def _devices(ggml: ctypes.CDLL) -> Iterator[BuildDevice]:
+    for index in range(_call(ggml, "ggml_backend_dev_count", ctypes.c_size_t)):
+        device = _call(ggml, "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t(index))
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        _call(
+            ggml, "ggml_backend_dev_memory", None, device, ctypes.byref(free), ctypes.byref(total)
+        )
+        kind = _call(ggml, "ggml_backend_dev_type", ctypes.c_int, device)
+        yield BuildDevice(
+            name=_text(ggml, "ggml_backend_dev_name", device),
+            description=_text(ggml, "ggml_backend_dev_description", device),
+            kind=_KINDS[kind] if 0 <= kind < len(_KINDS) else "gpu",
+            total=total.value,
+            free=free.value,
+        )
+
+
 def _main() -> None:
-    """The child: load the library and print an EngineBuild; only JSON reaches stdout."""
+    """The child: print an EngineBuild; only its JSON reaches stdout."""
     answer = os.dup(1)
-    os.dup2(2, 1)  # the library prints to stdout when it lists cards
-    llama = importlib.import_module("edgellm.engine.llama")
-    os.write(answer, msgspec.json.encode(llama.describe_build()))
+    os.dup2(2, 1)  # the libraries print to stdout while they list cards
+    os.write(answer, msgspec.json.encode(describe_build()))
 
 
 if __name__ == "__main__":
