@@ -35,6 +35,8 @@ _EXPERTS: Final = re.compile(r"ffn_(?:up|down|gate|gate_up)_(?:ch|)exps")
 
 _INPUT: Final = ("token_embd.", "position_embd.", "token_types.", "per_layer_token_embd.")
 """Tensors that always stay on the host (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp)."""
+_SHARED: Final = ("rope_freqs.", "rope_factors_")
+"""Tensors without a block that blocks use (created with TENSOR_DUPLICATED after the first)."""
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -128,6 +130,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     input_tensors: tuple[Tensor, ...] = ()
     output_tensors: tuple[Tensor, ...] = ()
     """Without the copy of a tied output."""
+    shared_tensors: tuple[Tensor, ...] = ()
+    """Used by every block, one copy a device: rope_freqs."""
     hparams: dict[str, Any] = {}
     """Small numbers of the architecture that the compute graph needs (ssm_*, lora ranks ...)."""
     warnings: tuple[str, ...] = ()
@@ -238,7 +242,7 @@ def _build(
     metadata = file.metadata
     layers = _layers(keys, arch, blocks)
     input_tensors = tuple(t for t in rest if t.name.startswith(_INPUT))
-    output_tensors = tuple(t for t in rest if not t.name.startswith(_INPUT))
+    output_tensors = tuple(t for t in rest if not t.name.startswith((*_INPUT, *_SHARED)))
     n_vocab = _vocab_size(metadata, keys, input_tensors)
     n_embd = keys.number("embedding_length")
     window, kind = _window(keys, arch)
@@ -273,6 +277,7 @@ def _build(
         layers=tuple(layers),
         input_tensors=input_tensors,
         output_tensors=output_tensors,
+        shared_tensors=tuple(t for t in rest if t.name.startswith(_SHARED)),
         hparams=_hparams(keys),
         warnings=_warnings(arch),
     )

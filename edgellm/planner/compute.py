@@ -1,15 +1,24 @@
-"""The scratch memory of one step: what ggml's graph allocator reserves. Pure."""
+"""The scratch memory of one step: what ggml's graph allocator reserves. Pure.
+
+``llama_context::sched_reserve`` reserves for the largest prompt step; the graph is built on shapes
+(build.py), given to backends and allocated (sched.py) as llama.cpp does it. Blocks that repeat are
+built a few times only: the allocator's state repeats with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from edgellm.devices import Gpu
-from edgellm.gguf.shape import ModelShape
+from edgellm.gguf.shape import LayerShape, ModelShape
+from edgellm.planner.build import Builder, Step
+from edgellm.planner.graph import Node
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams
+from edgellm.planner.sched import HOST_BACKEND, Backend, compute_sizes
 
 
 @dataclass(frozen=True)
@@ -28,22 +37,158 @@ def compute_bytes(
     gpus: Sequence[Gpu],
 ) -> Compute:
     """Bytes of each GPU's compute buffer and of the host's."""
+    n_seqs = params.n_seq_max
     tokens = min(params.n_ctx, params.n_ubatch)
     outputs = min(tokens, params.n_outputs_max or params.n_batch)
-    cells = cache.cells
-    mask = cells * tokens * (2 if flash else 4)
-    logits = 4 * outputs * (shape.n_vocab + shape.n_embd)
-    widest = max((layer.n_ff for layer in shape.layers), default=0)
-    hidden = 4 * tokens * (4 * shape.n_embd + 2 * widest) + mask
-    if not flash:
-        heads = max((layer.n_head for layer in shape.layers), default=0)
-        hidden = max(hidden, 4 * tokens * (heads * cells + 2 * shape.n_embd) + mask)
-    body = max(hidden, 4 * tokens * shape.n_embd)
-    on = set(devices)
-    sizes = [
-        max(body, logits if devices[-1] == i else 0) if i in on else 0 for i in range(len(gpus))
+    if tokens % n_seqs:
+        tokens = -(-tokens // n_seqs) * n_seqs
+    step = Step(
+        n_tokens=tokens,
+        n_seqs=n_seqs,
+        n_outputs=outputs,
+        cells=cache.cells,
+        swa_cells=cache.swa_cells,
+        n_stream=cache.n_stream,
+        flash=flash,
+        type_k=params.type_k,
+        type_v=params.type_v,
+        offload_kqv=params.offload_kqv,
+    )
+    host = len(gpus)
+    places = [host if d == HOST else d for d in devices]
+    experts = [host if il < params.n_cpu_moe else places[il] for il in range(shape.n_layer)]
+    backends = [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND]
+    full = bool(gpus) and HOST not in devices
+    sizes = step_sizes(shape, step, places, experts, backends, full)
+    return Compute(tuple(sizes[:-1]), sizes[-1])
+
+
+def step_sizes(
+    shape: ModelShape,
+    step: Step,
+    places: Sequence[int],
+    experts: Sequence[int],
+    backends: Sequence[Backend],
+    full: bool,
+) -> list[int]:
+    """Bytes a backend of one step's graph."""
+    host = len(backends) - 1
+    picked = representative(shape, places, experts)
+    builder = Builder(shape, step, picked, host)
+    pins = [place if full or step.n_tokens < 32 else None for _, place, _ in picked]
+    graph = builder.build(places[-1], pins)
+    return compute_sizes(graph, backends)
+
+
+def representative(
+    shape: ModelShape, places: Sequence[int], experts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Blocks that stand for all: each run of like blocks shortened, every neighbourhood kept."""
+    kinds = [
+        (_kind(shape.layers[il]), places[il], experts[il]) for il in range(shape.n_layer)
     ]
-    host = mask + 8 * tokens * shape.n_embd if len(on - {HOST}) else max(body, logits)
-    if on == {HOST} and gpus:
-        sizes[0] = body
-    return Compute(tuple(sizes), host)
+    seen: dict[object, int] = {}
+    picked = []
+    for il, kind in enumerate(kinds):
+        around = tuple(kinds[max(il - 2, 0) : il + 3])
+        seen[around] = seen.get(around, 0) + 1
+        if seen[around] <= 2 or il >= shape.n_layer - 2:
+            picked.append((il, places[il], experts[il]))
+    return picked
+
+
+@lru_cache(maxsize=4096)
+def _kind(layer: LayerShape) -> tuple[object, ...]:
+    names = tuple((t.name.split(".", 2)[-1], t.dims, t.n_bytes) for t in layer.tensors)
+    return (layer.n_head, layer.n_head_kv, layer.is_swa, layer.is_recurrent, layer.has_kv, names)
+
+
+def gpu_backend(gpu: Gpu) -> Backend:
+    """How ``gpu``'s backend allocates and what it runs."""
+    return Backend(
+        alignment=128,
+        supports=_cuda_supports,
+        alloc_size=_cuda_alloc_size,
+        alloc_deps=moe_dependencies,
+    )
+
+
+_HEADS = frozenset({40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576})
+
+
+def _cuda_supports(node: Node) -> bool:
+    """ggml_backend_cuda_device_supports_op, where it matters."""
+    if node.op == "FLASH_ATTN_EXT":
+        return node.src[1].ne[0] in _HEADS
+    if node.op == "GET_ROWS":
+        return not node.src[0].is_weight or node.src[0].size >= 2 * node.src[0].ne[0]
+    return True
+
+
+def _cuda_alloc_size(node: Node) -> int:
+    """ggml_backend_cuda_buffer_type_get_alloc_size: a quantised cache is attended to as f16."""
+    size = node.size
+    if node.op == "FLASH_ATTN_EXT":
+        k, v = node.src[1], node.src[2]
+        for t in (k, v):
+            if t.type != "f16":
+                size = -(-size // 128) * 128
+                size += 2 * t.ne[0] * t.ne[1] * t.ne[2] * t.ne[3]
+    return size
+
+
+_REDUCED_EXPERTS = 15
+"""MOE_WEIGHTED_REDUCTION_MAX_EXPERTS in ggml-cuda.cu."""
+
+
+def moe_dependencies(nodes: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """What ggml_backend_cuda_graph_optimize keeps for its fused expert kernels."""
+    kept: list[tuple[Node, Node]] = []
+    for i, node in enumerate(nodes):
+        if node.op == "MUL":
+            kept.extend(_reduction(nodes, i))
+        elif node.op in ("SOFT_MAX", "UNARY", "ARGSORT"):
+            kept.extend(_routing(nodes, i))
+    return kept
+
+
+def _reduction(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
+    """ggml_cuda_match_moe_weighted_reduction: experts and weights until their last sum."""
+    node = nodes[i]
+    used = node.ne[1]
+    if not 2 <= used <= _REDUCED_EXPERTS or i + 2 * used > len(nodes):
+        return []
+    experts, weights = node.src[0], node.src[1]
+    if weights.ne != (1, *node.ne[1:]) or experts.ne != node.ne:
+        return []
+    after = nodes[i + 1 : i + 2 * used]
+    if [n.op for n in after] != ["VIEW"] * used + ["ADD"] * (used - 1) or after[0].src[0] is not node:
+        return []
+    return [(experts, after[-1]), (weights, after[-1])]
+
+
+_AFTER_GATE = (
+    ("RESHAPE", "ARGSORT", "VIEW", "GET_ROWS"),
+    ("RESHAPE", "ADD", "ARGSORT", "VIEW", "GET_ROWS"),
+)
+_NORM = ("RESHAPE", "SUM_ROWS", "CLAMP", "DIV", "RESHAPE")
+
+
+def _routing(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
+    """ggml_cuda_topk_moe_fusion: the router's nodes until the one after them."""
+    ops = tuple(n.op for n in nodes[i + 1 : i + 13])
+    pattern = next((p for p in _AFTER_GATE if ops[: len(p)] == p), None)
+    if pattern is None or nodes[i].op == "ARGSORT":
+        return []
+    n = 1 + len(pattern)
+    if ops[n - 1 : n - 1 + len(_NORM)] == _NORM:
+        n += len(_NORM)
+    if ops[n - 1 : n] == ("SCALE",):
+        n += 1
+    if i + n >= len(nodes):
+        return []
+    last = nodes[i + n]
+    return [(t, last) for node in nodes[i : i + n] for t in (node, *node.src)]
+
+
+__all__ = ["Compute", "compute_bytes", "replace"]

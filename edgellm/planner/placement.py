@@ -64,6 +64,8 @@ def device_tensors(
         on_host = set(layer.expert_tensors)
         here.extend(t for t in layer.tensors if t not in on_host)
         held[HOST].extend(layer.expert_tensors)
+    for where in {devices[il] for il in range(shape.n_layer)}:
+        held.setdefault(where, []).extend(shape.shared_tensors)
     output = held.setdefault(devices[-1], [])
     output.extend(shape.output_tensors)
     if shape.tied_tensor is not None and devices[-1] != HOST:
