@@ -64,7 +64,9 @@ STYLES: Final[dict[str, Style]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "gemma4": Style(late_outputs=True, keeps_hidden=True, scaled_input=True),
-    "gpt-oss": Style(late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False),
+    "gpt-oss": Style(
+        late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
+    ),
     "qwen35": _NEXT,
     "qwen35moe": _NEXT,
     "qwen3next": Style(late_outputs=True, keeps_hidden=True, gated_q=True),
@@ -194,7 +196,9 @@ class Builder:
 
     # --- pieces
 
-    def norm(self, x: Node, w: Node | None, bias: Node | None = None, *, pin: int | None = None) -> Node:
+    def norm(
+        self, x: Node, w: Node | None, bias: Node | None = None, *, pin: int | None = None
+    ) -> Node:
         g = self.graph
         cur = g.like("RMS_NORM", x)
         cur.pin = pin
@@ -290,7 +294,7 @@ class Builder:
         for node in (q, v, k):
             g.expand(node)
         if not self.shape.has_memory:
-            return self.mha(layer, q, k, v, self.swa_mask if s.is_swa else self.mask, v_mla)
+            return self.mha(layer, q, k, v, v_mla)
         k_cache, v_cache = self.cache(layer)
         self._store(layer, k, v, k_cache, v_cache)
         cells = step.swa_cells if s.is_swa else step.cells
@@ -300,8 +304,7 @@ class Builder:
             (_row(k_cache, k.ne[0]), k_cache.nb[1], k_cache.nb[2]),
         )
         values = self._values(keys, v, v_cache, cells)
-        mask = self.swa_mask if s.is_swa else self.mask
-        out = self.mha(layer, q, keys, values, mask, v_mla)
+        out = self.mha(layer, q, keys, values, v_mla)
         return self.rotate(out, v_rot) if v_rot is not None else out
 
     def _store(self, layer: Layer, k: Node, v: Node, k_cache: Node, v_cache: Node | None) -> None:
@@ -335,11 +338,10 @@ class Builder:
         nb = (element * cells * v.ne[0], element * cells, v_cache.nb[2])
         return g.view(v_cache, (cells, v.ne[1], v.ne[0], streams), nb)
 
-    def mha(
-        self, layer: Layer, q: Node, k: Node, v: Node, mask: Node, v_mla: Node | None
-    ) -> Node:
+    def mha(self, layer: Layer, q: Node, k: Node, v: Node, v_mla: Node | None) -> Node:
         """build_attn_mha."""
         g, streams = self.graph, k.ne[3]
+        mask = self.swa_mask if layer.shape.is_swa else self.mask
         per = q.ne[2] // streams
         q = g.view(q, (q.ne[0], q.ne[1], per, streams), (q.nb[1], q.nb[2], q.nb[2] * per))
         transposed = v.nb[1] > v.nb[2]
@@ -566,7 +568,12 @@ class Builder:
         conv = g.unary(g.new("SSM_CONV", (channels, per, seqs), conv_in, layer.need("ssm_conv1d")))
         row = conv.nb[1]
         q, k = (
-            g.scale(g.like("RMS_NORM", g.view(conv, (head_k, k_heads, per, seqs), (4 * head_k, row, row * per))))
+            g.scale(
+                g.like(
+                    "RMS_NORM",
+                    g.view(conv, (head_k, k_heads, per, seqs), (4 * head_k, row, row * per)),
+                )
+            )
             for _ in range(2)
         )
         v = g.view(conv, (head_v, v_heads, per, seqs), (4 * head_v, row, row * per))
@@ -650,7 +657,6 @@ class Builder:
 
     def build(self, output_place: int, pins: Sequence[int | None]) -> Graph:
         """The whole graph: inputs, the picked blocks, the output layer."""
-        g, shape = self.graph, self.shape
         cur = self.inputs()
         for i, (il, place, expert_place) in enumerate(self.picked):
             layer = self.layer(il, place, expert_place)

@@ -8,7 +8,7 @@ built a few times only: the allocator's state repeats with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from edgellm.devices import Gpu
@@ -18,7 +18,7 @@ from edgellm.planner.graph import Node
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams
-from edgellm.planner.sched import HOST_BACKEND, Backend, compute_sizes
+from edgellm.planner.sched import HOST_BACKEND, Backend, assign, compute_sizes
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,40 @@ def compute_bytes(
     experts = [host if il < params.n_cpu_moe else places[il] for il in range(shape.n_layer)]
     backends = [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND]
     full = bool(gpus) and HOST not in devices
-    sizes = step_sizes(shape, step, places, experts, backends, full)
+    sizes = step_sizes(shape, step, places, experts, backends=backends, full=full)
     return Compute(tuple(sizes[:-1]), sizes[-1])
+
+
+def flash_resolves(
+    shape: ModelShape, params: PlanParams, devices: Sequence[int], gpus: Sequence[Gpu]
+) -> bool:
+    """What ``flash_attn`` becomes: ``auto`` is on when every attention runs where its block is.
+
+    llama_context::resolve_fused_ops tries it with one token a sequence.
+    """
+    if params.flash_attn != "auto" or not gpus:
+        return params.flash_attn != "off"
+    host = len(gpus)
+    places = [host if d == HOST else d for d in devices]
+    experts = [host if il < params.n_cpu_moe else places[il] for il in range(shape.n_layer)]
+    n = params.n_seq_max
+    step = Step(
+        n_tokens=n,
+        n_seqs=n,
+        n_outputs=n,
+        cells=256,
+        swa_cells=256,
+        n_stream=1 if params.kv_unified else n,
+        flash=True,
+        type_k=params.type_k,
+        type_v=params.type_v,
+        offload_kqv=params.offload_kqv,
+    )
+    picked = representative(shape, places, experts)
+    graph = Builder(shape, step, picked, host).build(places[-1], [p for _, p, _ in picked])
+    assign(graph, [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND])
+    wanted = {f"flash-{il}": place for il, place, _ in picked}
+    return all(wanted.get(n.name, n.backend) == n.backend for n in graph.nodes)
 
 
 def step_sizes(
@@ -68,6 +100,7 @@ def step_sizes(
     step: Step,
     places: Sequence[int],
     experts: Sequence[int],
+    *,
     backends: Sequence[Backend],
     full: bool,
 ) -> list[int]:
@@ -84,12 +117,10 @@ def representative(
     shape: ModelShape, places: Sequence[int], experts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Blocks that stand for all: each run of like blocks shortened, every neighbourhood kept."""
-    kinds = [
-        (_kind(shape.layers[il]), places[il], experts[il]) for il in range(shape.n_layer)
-    ]
+    kinds = [(_kind(shape.layers[il]), places[il], experts[il]) for il in range(shape.n_layer)]
     seen: dict[object, int] = {}
     picked = []
-    for il, kind in enumerate(kinds):
+    for il in range(shape.n_layer):
         around = tuple(kinds[max(il - 2, 0) : il + 3])
         seen[around] = seen.get(around, 0) + 1
         if seen[around] <= 2 or il >= shape.n_layer - 2:
@@ -107,6 +138,7 @@ def gpu_backend(gpu: Gpu) -> Backend:
     """How ``gpu``'s backend allocates and what it runs."""
     return Backend(
         alignment=128,
+        offloads=gpu.backend in ("cuda", "rocm", "vulkan"),
         supports=_cuda_supports,
         alloc_size=_cuda_alloc_size,
         alloc_deps=moe_dependencies,
@@ -162,7 +194,9 @@ def _reduction(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
     if weights.ne != (1, *node.ne[1:]) or experts.ne != node.ne:
         return []
     after = nodes[i + 1 : i + 2 * used]
-    if [n.op for n in after] != ["VIEW"] * used + ["ADD"] * (used - 1) or after[0].src[0] is not node:
+    if [n.op for n in after] != ["VIEW"] * used + ["ADD"] * (used - 1) or after[0].src[
+        0
+    ] is not node:
         return []
     return [(experts, after[-1]), (weights, after[-1])]
 
@@ -189,6 +223,3 @@ def _routing(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
         return []
     last = nodes[i + n]
     return [(t, last) for node in nodes[i : i + n] for t in (node, *node.src)]
-
-
-__all__ = ["Compute", "compute_bytes", "replace"]

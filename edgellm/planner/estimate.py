@@ -9,7 +9,7 @@ import msgspec
 
 from edgellm.devices import Gpu, Host
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner.compute import compute_bytes
+from edgellm.planner.compute import compute_bytes, flash_resolves
 from edgellm.planner.memory import (
     CacheShape,
     cache_shape,
@@ -65,7 +65,7 @@ def estimate(
     params = settle(shape, params)
     shares = params.tensor_split or tuple(float(g.free) for g in gpus)
     devices = layer_devices(shape, params.n_gpu_layers, shares[: len(gpus)])
-    flash = flash_attention(params)
+    flash = flash_resolves(shape, params, devices, gpus)
     held = device_tensors(shape, devices, params.n_cpu_moe)
     cache = settled_cache(shape, params)
     kv, state = _caches(shape, params, cache, devices, flash)
@@ -152,11 +152,6 @@ def _caches(
         kv[where] = kv.get(where, 0) + kv_bytes(layer, cache, params.type_k, params.type_v, v_width)
         state[where] = state.get(where, 0) + state_bytes(layer, cache)
     return kv, state
-
-
-def flash_attention(params: PlanParams) -> bool:
-    """What flash_attn resolves to."""
-    return params.flash_attn != "off"
 
 
 def output_bytes(shape: ModelShape, params: PlanParams) -> int:

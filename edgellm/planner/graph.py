@@ -23,9 +23,9 @@ _BLOCKS: Final = {
 
 VIEW_OPS: Final = frozenset({"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"})
 """ggml_is_view_op: no memory of their own, no backend of their own."""
+_ARITHMETIC: Final = ("ADD", "ADD_ID", "ADD1", "SUB", "MUL", "DIV", "SQR", "SQRT", "LOG")
 IN_PLACE: Final = frozenset(
-    """FILL SCALE ADD ADD_ID ADD1 SUB MUL DIV SQR SQRT LOG UNARY ROPE RMS_NORM CLAMP
-    SOFT_MAX""".split()
+    (*_ARITHMETIC, "FILL", "SCALE", "UNARY", "ROPE", "RMS_NORM", "CLAMP", "SOFT_MAX")
 )
 """ggml_op_can_inplace in ggml-alloc.c."""
 
@@ -34,9 +34,27 @@ class Node:
     """One tensor. ``place`` is the backend whose buffer holds it already (weights, caches)."""
 
     __slots__ = (
-        "addr", "allocated", "backend", "buffer", "children", "is_input", "is_output", "is_weight",
-        "name", "nb", "ne", "nodes", "op", "pin", "place", "size", "src", "type", "view", "views",
+        "addr",
+        "allocated",
+        "backend",
+        "buffer",
+        "children",
+        "is_input",
+        "is_output",
+        "is_weight",
+        "name",
+        "nb",
+        "ne",
+        "nodes",
+        "op",
+        "pin",
+        "place",
         "seen",
+        "size",
+        "src",
+        "type",
+        "view",
+        "views",
     )  # fmt: skip
 
     def __init__(self, op: str, kind: str, ne: Dims, nb: Dims, size: int) -> None:
@@ -55,6 +73,10 @@ class Node:
         self.backend = -1
         self.seen = False
         self.name = ""
+        # the allocator's own notes
+        self.children = self.views = self.addr = 0
+        self.buffer = -1
+        self.allocated = False
 
 
 def _strides(kind: str, ne: Dims) -> tuple[Dims, int]:
@@ -185,7 +207,9 @@ class Graph:
 
     def get_rows(self, a: Node, rows: Node) -> Node:
         kind = "i32" if a.type == "i32" else "f32"
-        return self.new("GET_ROWS", (a.ne[0], rows.ne[0], rows.ne[1], rows.ne[2]), a, rows, kind=kind)
+        return self.new(
+            "GET_ROWS", (a.ne[0], rows.ne[0], rows.ne[1], rows.ne[2]), a, rows, kind=kind
+        )
 
     def set_rows(self, into: Node, values: Node, rows: Node) -> Node:
         node = self._view("SET_ROWS", into, into.ne, into.nb)

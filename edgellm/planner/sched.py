@@ -28,9 +28,9 @@ class Backend:
     alignment: int = 128
     offloads: bool = True
     """Runs large batches of layers that are on the host (offload_op)."""
-    supports: Callable[[Node], bool] = lambda node: True
+    supports: Callable[[Node], bool] = lambda _node: True
     alloc_size: Callable[[Node], int] = lambda node: node.size
-    alloc_deps: Callable[[Sequence[Node]], list[tuple[Node, Node]]] = lambda nodes: []
+    alloc_deps: Callable[[Sequence[Node]], list[tuple[Node, Node]]] = lambda _nodes: []
     """(tensor, until): kept alive for fused kernels (graph_optimize)."""
 
 
@@ -194,10 +194,7 @@ def _cut(graph: Graph, copies: int) -> list[_Split]:
 
 def _wants_split(node: Node, current: _Split) -> bool:
     """A weight of another backend starts a new split, so that the last one's copy can be freed."""
-    return any(
-        s.is_weight and s.backend != current.backend and s.place != current.backend
-        for s in node.src
-    )
+    return any(s.is_weight and current.backend not in (s.backend, s.place) for s in node.src)
 
 
 def _copy(source: Node, copies: int) -> Node:

@@ -58,3 +58,19 @@ def test_weights_and_caches_are_right_to_half_a_mib(row: dict[str, Any], ledger:
         if abs(of(ledger) / MiB - row["mib"].get(name, 0)) > 0.5
     }
     assert not wrong
+
+
+def test_compute_is_right_to_a_percent(row: dict[str, Any], ledger: Ledger) -> None:
+    """The allocator is followed step by step: most rows agree to the byte."""
+    mib = row["mib"]
+    assert ledger.devices[0].compute / MiB == pytest.approx(mib["gpu_compute"], rel=0.01, abs=0.1)
+    assert ledger.host.compute / MiB == pytest.approx(mib["host_compute"], rel=0.012, abs=0.1)
+
+
+def test_used_is_right_to_a_percent_and_never_under_by_8_mib(
+    row: dict[str, Any], ledger: Ledger
+) -> None:
+    measured = row["gpu_used_after_first_decode"] - row["gpu_used_before"]
+    used = ledger.devices[0].used / MiB
+    assert used == pytest.approx(measured, rel=0.01)
+    assert used >= measured - 8
