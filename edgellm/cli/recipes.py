@@ -25,12 +25,11 @@ WHEEL_PYTHONS: Final = ((3, 10), (3, 11), (3, 12))
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A program that a build needs, and how people get it on this system."""
+    """A program that a build needs; ``path`` is None where it is not installed."""
 
     name: str
     path: str | None
     version: str = ""
-    how: str = ""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
