@@ -44,11 +44,17 @@ class TransientError(DownloadError):
 
 
 class StatusError(DownloadError):
-    """The far end refused; trying the same again will not help."""
+    """The far end refused; trying the same again will not help.
 
-    def __init__(self, message: str, *, status: int, hint: str | None = None) -> None:
+    ``code`` is the hub's own word for it (``X-Error-Code``: GatedRepo, EntryNotFound ...).
+    """
+
+    def __init__(
+        self, message: str, *, status: int, code: str | None = None, hint: str | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
+        self.code = code
 
 
 class Response:
@@ -211,7 +217,11 @@ def _checked(response: Response) -> Response:
             retry_after=retry_after,
             hint="run the same command again later: it goes on where it stopped",
         )
-    raise StatusError(f"{host} answered HTTP {status} for {response.url}", status=status)
+    raise StatusError(
+        f"{host} answered HTTP {status} for {response.url}",
+        status=status,
+        code=response.headers.get("x-error-code"),
+    )
 
 
 def _retry_after(value: str | None) -> float | None:

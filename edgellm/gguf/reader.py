@@ -48,6 +48,7 @@ __all__ = [
     "Scalar",
     "Shard",
     "TensorInfo",
+    "check_file",
     "parse_header",
     "read_gguf",
     "shard_paths",
@@ -219,6 +220,16 @@ def read_gguf(path: str | Path) -> GGUFFile:
     headers = tuple(header if p == first else _read_shard(p) for p in paths)
     check_shards(paths, headers)
     return assemble(paths, headers)
+
+
+def check_file(path: str | Path) -> None:
+    """Raise GGUFError unless this one file is whole: its header sound, every tensor inside it.
+
+    A shard is looked at alone. Nothing is taken from the cache or put there.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        parse_one(str(path), b"", size, _file_fill(file, size))
 
 
 def shard_paths(path: str, count: int) -> tuple[str, ...]:

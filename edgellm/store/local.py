@@ -10,10 +10,9 @@ from typing import Final
 
 import msgspec
 
-from edgellm import paths
 from edgellm.config import StoreSettings
-from edgellm.store import others
-from edgellm.store.names import display_name
+from edgellm.store import others, records
+from edgellm.store.names import display_name, is_projector
 from edgellm.store.others import Found
 
 OURS: Final = "edgellm"
@@ -50,18 +49,11 @@ def list_models(settings: StoreSettings | None = None) -> list[LocalModel]:
     seen: set[str] = set()
     names: set[str] = set()
     models = []
-    for found in _sources(settings):
+    for found in [*_pulled(settings), *_sources(settings)]:
         model = _examined(found, seen, names)
         if model is not None:
             models.append(model)
     return models
-
-
-def store_folder(settings: StoreSettings | None = None) -> Path:
-    """Where edgellm keeps imported models and those from plain URLs, and its records."""
-    if settings is not None and settings.dir:
-        return Path(settings.dir).expanduser()
-    return paths.store_dir()
 
 
 def starter_path() -> Path | None:
@@ -73,8 +65,25 @@ def starter_path() -> Path | None:
     return None
 
 
+def _pulled(settings: StoreSettings) -> Iterator[Found]:
+    """Complete models that edgellm put into a cache it shares with others."""
+    for record in records.load_all(settings):
+        files = [file for file in record.files if not is_projector(file.name)]
+        projectors = [file.path for file in record.files if is_projector(file.name)]
+        if record.complete and record.source == "hf" and files and any(f.ours for f in files):
+            yield Found(
+                name=record.name,
+                files=tuple(file.path for file in files),
+                owner=OURS,
+                publisher=record.ref.removeprefix("hf:").split("/", maxsplit=1)[0],
+                mmproj=projectors[0] if projectors else None,
+                ref=f"{record.ref.split('@')[0]}",
+                blob=os.path.realpath(files[0].path),
+            )
+
+
 def _sources(settings: StoreSettings) -> Iterator[Found]:
-    yield from others.models_in(store_folder(settings), OURS)
+    yield from others.models_in(records.store_folder(settings), OURS)
     starter = starter_path()
     if starter is not None:
         yield Found(name=STARTER, files=(str(starter),), owner=STARTER)

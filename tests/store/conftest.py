@@ -22,7 +22,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for variable in OTHER_PROGRAMS:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("EDGELLM_HOME", str(home / "edgellm"))
     return home
 
 
