@@ -30,7 +30,7 @@ from edgellm.engine.build import (
     installed_version,
 )
 from edgellm.errors import ConfigError
-from edgellm.store import local
+from edgellm.store import local, records
 from edgellm.units import GiB, format_bytes
 
 PYTHONS: Final = ((3, 10), (3, 13))
@@ -151,7 +151,7 @@ def _nvcc_version(path: str | None) -> str:
 
 
 def _store() -> Store:
-    folder = local.store_folder()
+    folder = records.store_folder()
     models = [m for m in local.list_models() if m.owner == "edgellm"]
     nearest = _existing(folder)
     return Store(
