@@ -113,18 +113,19 @@ class LedgerBar(Widget):
     LedgerBar { height: auto; width: 1fr; }
     """
     bar: reactive[Bar | None] = reactive(None, layout=True)
+    legend: reactive[bool] = reactive(True, layout=True)
 
     def __init__(
         self, bar: Bar | None = None, *, legend: bool = True, id: str | None = None
     ) -> None:
         super().__init__(id=id)
         self.set_reactive(LedgerBar.bar, bar)
-        self._legend = legend
+        self.set_reactive(LedgerBar.legend, legend)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
         if self.bar is None:
             return 0
-        return 1 + BAR_ROWS + (len(self._legend_rows(width)) if self._legend else 0)
+        return 1 + BAR_ROWS + (len(self._legend_rows(width)) if self.legend else 0)
 
     def render_line(self, y: int) -> Strip:
         width, bar = self.size.width, self.bar

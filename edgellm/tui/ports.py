@@ -75,7 +75,7 @@ class Gauge(msgspec.Struct, frozen=True, kw_only=True):
     gpu_watts: float | None = None
 
 
-class Session(Protocol):
+class Endpoint(Protocol):
     """A model that answers: an engine of this program, or a server somewhere."""
 
     @property
@@ -158,8 +158,8 @@ class Services(Protocol):
         """Download; return the path. What has arrived is kept when ``stopped`` turns true."""
         ...
 
-    async def load(self, plan: Plan, on_progress: Callable[[Progress], None]) -> Session: ...
-    async def attach(self, url: str, api_key: str | None = None) -> Session: ...
+    async def load(self, plan: Plan, on_progress: Callable[[Progress], None]) -> Endpoint: ...
+    async def attach(self, url: str, api_key: str | None = None) -> Endpoint: ...
     async def serve(self, ref: str, host: str, port: int, api_key: str | None) -> ServerHandle: ...
     def bench_runs(self) -> list[Json]:
         """Finished benchmark runs, newest first."""

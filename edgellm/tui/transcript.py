@@ -77,7 +77,9 @@ class Transcript(ScrollView, can_focus=True):
     """Shows :class:`Turn` objects; follows the end while text streams unless scrolled away."""
 
     DEFAULT_CSS = """
-    Transcript { background: $background; height: 1fr; scrollbar-size-vertical: 1; }
+    Transcript {
+        background: $background; height: 1fr; scrollbar-size-vertical: 1; overflow-x: hidden;
+    }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k,up", "select(-1)", "Previous", show=False, id="transcript.previous"),

@@ -1,0 +1,159 @@
+"""Downloads that go on while you look elsewhere: several at once, paused, resumed, cancelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Size
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from edgellm.errors import EdgeLLMError
+from edgellm.tui.ports import ModelRow, Progress
+from edgellm.units import format_bytes
+
+if TYPE_CHECKING:
+    from edgellm.tui.app import EdgeApp
+
+
+@dataclass
+class Download:
+    """One model on its way. ``state``: running, paused, cancelled, done or failed."""
+
+    row: ModelRow
+    state: str = "running"
+    progress: Progress = field(default_factory=lambda: Progress(phase="starting"))
+    error: EdgeLLMError | None = None
+    path: str = ""
+
+
+class DownloadsChanged(Message, bubble=True):
+    """A download moved or changed its state; ``finished`` when its file is here now."""
+
+    def __init__(self, download: Download, *, finished: bool = False) -> None:
+        super().__init__()
+        self.download = download
+        self.finished = finished
+
+
+class Downloads:
+    """All downloads of this run, by reference. What has arrived stays on disk when one stops."""
+
+    def __init__(self, app: EdgeApp) -> None:
+        self._app = app
+        self.items: dict[str, Download] = {}
+
+    def start(self, row: ModelRow) -> None:
+        """Begin, or go on where it stopped."""
+        known = self.items.get(row.ref)
+        if known is not None and known.state == "running":
+            return
+        download = Download(row)
+        self.items[row.ref] = download
+        self._app.run_worker(
+            partial(self._run, download), thread=True, group="downloads", exit_on_error=False
+        )
+        self._tell(download)
+
+    def pause(self, ref: str) -> None:
+        self._stop(ref, "paused")
+
+    def cancel(self, ref: str) -> None:
+        self._stop(ref, "cancelled")
+
+    def _stop(self, ref: str, state: str) -> None:
+        download = self.items.get(ref)
+        if download is not None and download.state in ("running", "paused"):
+            download.state = state
+            self._tell(download)
+
+    def _run(self, download: Download) -> None:
+        """In a thread: the seam's blocking pull."""
+
+        def on_progress(progress: Progress) -> None:
+            download.progress = progress
+            self._tell(download)
+
+        try:
+            download.path = self._app.services.pull(
+                download.row.ref, on_progress, lambda: download.state != "running"
+            )
+        except EdgeLLMError as error:
+            if download.state == "running":
+                download.state, download.error = "failed", error
+        else:
+            if download.state == "running":
+                download.state = "done"
+        self._tell(download, finished=download.state == "done")
+
+    def _tell(self, download: Download, *, finished: bool = False) -> None:
+        self._app.post_message(DownloadsChanged(download, finished=finished))
+
+
+MARKS = {"running": "↓", "paused": "‖", "done": "✓", "failed": "✗", "cancelled": "✗"}
+
+
+class DownloadList(Widget):
+    """A row a download: state, name, bar, size, speed, time left."""
+
+    DEFAULT_CSS = """
+    DownloadList { height: auto; max-height: 5; padding: 0 1; }
+    """
+
+    def __init__(self, downloads: Downloads) -> None:
+        super().__init__()
+        self._downloads = downloads
+
+    def _shown(self) -> list[Download]:
+        items = self._downloads.items.values()
+        return [item for item in items if item.state != "cancelled"][-5:]
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        return len(self._shown())
+
+    def render_line(self, y: int) -> Strip:
+        shown, width = self._shown(), self.content_size.width
+        base = self.rich_style
+        if y >= len(shown):
+            return Strip.blank(width, base)
+        segments = self._line(shown[y], width)
+        painted = [Segment(text, base + (style or Style.null())) for text, style, _ in segments]
+        return Strip(painted).adjust_cell_length(width, base)
+
+    def _line(self, item: Download, width: int) -> list[Segment]:
+        ink = self.app.theme_variables
+        color = {"done": "success", "failed": "error", "paused": "warning"}.get(
+            item.state, "primary"
+        )
+        n_bar = max(width - 76, 10)
+        progress = item.progress
+        share = progress.n_done / progress.n_total if progress.n_total else 0.0
+        full = round(share * n_bar) if item.state != "done" else n_bar
+        return [
+            Segment(f"{MARKS[item.state]} ", Style(color=ink[color], bold=True)),
+            Segment(item.row.name[:28].ljust(29), Style(color=ink["foreground"])),
+            Segment("━" * full, Style(color=ink[color])),
+            Segment("─" * (n_bar - full), Style(color=ink["border"])),
+            Segment(f" {share:4.0%}  ", Style(bold=True)),
+            Segment(_facts(item), Style(color=ink["muted"])),
+        ]
+
+
+def _facts(item: Download) -> str:
+    progress = item.progress
+    if item.state == "failed" and item.error is not None:
+        return item.error.message
+    if item.state == "done":
+        return "on this machine"
+    size = f"{format_bytes(progress.n_done)} of {format_bytes(progress.n_total)}"
+    if item.state == "paused":
+        return f"{size}, paused"
+    if not progress.rate:
+        return size
+    left = max(progress.n_total - progress.n_done, 0) / progress.rate
+    return f"{size}  {format_bytes(int(progress.rate))}/s  {left:.0f} s left"
