@@ -154,6 +154,9 @@ class TuiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     theme: Annotated[str | None, Meta(description="a theme's name")] = None
     animations: Annotated[bool, Meta(description="movement and blinking")] = True
+    keys: Annotated[
+        tuple[str, ...], Meta(description="other keys, such as chat.new=ctrl+k; ? shows the names")
+    ] = ()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,10 @@ class EdgeApp(App[int]):
         self.store = self._open_store()
         for theme in THEMES:
             self.register_theme(theme)
-        self.theme = self.store.setting("theme", "edgellm-dark")
+        self.preferred = services.preferences()
+        self.theme = self._first_theme()
+        if not self.preferred.animations:
+            self.animation_level = "none"
         self.downloads = Downloads(self)
 
     def _open_store(self) -> SessionStore:
@@ -116,10 +119,15 @@ class EdgeApp(App[int]):
             self._notes.append(error)
             return SessionStore(":memory:", clock=self.services.clock)
 
+    def _first_theme(self) -> str:
+        """The theme that was last chosen here, else the configured one, else dark."""
+        wanted = self.store.setting("theme") or self.preferred.theme or THEMES[0].name
+        return wanted if wanted in self.available_themes else THEMES[0].name
+
     # -- start and end ---------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        self.set_keymap(self.services.keymap())
+        self.set_keymap(self.preferred.keys)
         model, attach, api_key = self._start
         self.switch_mode(self._first_mode(model, attach))
         for error in self._notes:

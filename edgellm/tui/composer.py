@@ -25,10 +25,10 @@ class Composer(TextArea):
     Composer:focus { border: round $primary 70%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "submit", "Send", id="composer.send", priority=True),
+        Binding("enter", "submit", "Send", id="composer.send"),
         Binding(
             "shift+enter,ctrl+j,alt+enter", "newline", "New line", id="composer.newline",
-            key_display="^j", show=False, priority=True,
+            key_display="^j", show=False,
         ),
         Binding("up", "older", "Older message", show=False, id="composer.older"),
         Binding("down", "newer", "Newer message", show=False, id="composer.newer"),
@@ -92,10 +92,22 @@ class Composer(TextArea):
         self.text = self._history[place] if place < len(self._history) else self._unsent
         self.move_cursor(self.document.end)
 
+    async def _on_key(self, event: events.Key) -> None:
+        """Send and new line, in the order of typing.
+
+        A priority binding would overtake the letters typed before it whenever the interface is
+        busy; TextArea's own handler would take Enter for a new line.
+        """
+        for binding in self._bindings.key_to_bindings.get(event.key, ()):
+            if binding.action in ("submit", "newline"):
+                event.stop()
+                event.prevent_default()
+                await self.run_action(binding.action)
+                return
+
     async def _on_paste(self, event: events.Paste) -> None:
+        # Textual calls TextArea's handler next, unless it is prevented here.
         if len(event.text) > PASTE_LIMIT:
             event.prevent_default()
             event.stop()
             self.post_message(self.LongPaste(event.text))
-            return
-        await super()._on_paste(event)

@@ -30,7 +30,16 @@ from edgellm.planner.plan import (
     Speed,
 )
 from edgellm.request import SamplingParams, Usage
-from edgellm.tui.ports import Delta, Endpoint, Gauge, Json, ModelRow, Progress, ServerHandle
+from edgellm.tui.ports import (
+    Delta,
+    Endpoint,
+    Gauge,
+    Json,
+    ModelRow,
+    Preferences,
+    Progress,
+    ServerHandle,
+)
 from edgellm.units import GiB, MiB
 
 NOON: Final = 1_790_000_000.0
@@ -89,6 +98,7 @@ class DemoServices:
         self.now = NOON
         self.answer = ANSWER
         self.reasoning = ""
+        self.preferred = Preferences(animations=False)
 
     def clock(self) -> float:
         return self.now
@@ -96,8 +106,8 @@ class DemoServices:
     def state_file(self, name: str) -> str:
         return f"{self.folder}/{name}" if self.folder else ":memory:"
 
-    def keymap(self) -> dict[str, str]:
-        return {}
+    def preferences(self) -> Preferences:
+        return self.preferred
 
     def devices(self) -> Devices:
         return Devices(host=HOST, gpus=(GPU,))

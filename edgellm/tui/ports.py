@@ -62,6 +62,18 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     warning: str | None = None
 
 
+class Preferences(msgspec.Struct, frozen=True, kw_only=True):
+    """The person's configuration, as far as this interface follows it."""
+
+    theme: str | None = None
+    animations: bool = True
+    keys: dict[str, str] = msgspec.field(default_factory=dict)
+    """Binding id -> keys."""
+    system: str = ""
+    sampling: Json = msgspec.field(default_factory=dict)
+    """What every conversation begins with, by SamplingParams' names."""
+
+
 class Gauge(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of the machine; None where there is nobody to ask."""
 
@@ -134,8 +146,8 @@ class Services(Protocol):
         ...
 
     def state_file(self, name: str) -> str: ...
-    def keymap(self) -> dict[str, str]:
-        """Binding id -> keys, from the person's configuration."""
+    def preferences(self) -> Preferences:
+        """What the person configured."""
         ...
 
     def devices(self) -> Devices: ...

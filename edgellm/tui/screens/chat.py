@@ -290,7 +290,9 @@ class ChatScreen(EdgeScreen):
             return
         store = self.edge.store
         if self.session is None:
-            self.session = await self._disk(store.create, model=endpoint.name)
+            self.session = await self._disk(
+                store.create, model=endpoint.name, system=self.edge.preferred.system
+            )
         if self.session is None:
             self.query_one(Composer).text = text
             return
@@ -333,7 +335,7 @@ class ChatScreen(EdgeScreen):
     async def _answer(self, endpoint: Endpoint, live: Live, messages: list[dict[str, Any]]) -> None:
         state, note = "done", ""
         try:
-            sampling = to_sampling(live.session.sampling)
+            sampling = to_sampling({**self.edge.preferred.sampling, **live.session.sampling})
             stream = endpoint.chat(messages, sampling, request_id=f"chat-{live.message.id}")
             async with aclosing(stream):
                 async for delta in stream:

@@ -1,0 +1,83 @@
+"""A server started from here: ``edgellm serve`` in a child process, stopped with this program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from typing import Final
+
+from edgellm.errors import EngineError
+from edgellm.tui.http import Http, ServerLostError
+
+START_S: Final = 120.0
+STOP_S: Final = 10.0
+
+
+class ServerProcess:
+    """Implements :class:`edgellm.tui.ports.ServerHandle` over a child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.url = url
+        self._process = process
+        self._lines: deque[str] = deque(maxlen=500)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    def tail(self, n: int) -> list[str]:
+        return list(self._lines)[-n:]
+
+    async def _read(self) -> None:
+        stream = self._process.stdout
+        while stream is not None and (line := await stream.readline()):
+            self._lines.append(line.decode("utf-8", "replace").rstrip())
+
+    async def stop(self) -> None:
+        """Politely first: requests end, the model is unloaded."""
+        if self.is_alive:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_S)
+            except asyncio.TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+
+async def start(ref: str, host: str, port: int, api_key: str | None) -> ServerProcess:
+    """Start a server and wait until it answers. EngineError carries its last words."""
+    env = {**os.environ, **({"EDGELLM_SERVE_API_KEY": api_key} if api_key else {})}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "edgellm", "serve", ref, "--host", host, "--port", str(port),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT, env=env, start_new_session=True,
+    )  # fmt: skip
+    server = ServerProcess(process, f"http://{host}:{port}")
+    try:
+        await asyncio.wait_for(_answers(server, api_key), START_S)
+    except asyncio.TimeoutError:
+        await server.stop()
+        raise EngineError(f"the server did not answer within {START_S:.0f} s") from None
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+async def _answers(server: ServerProcess, api_key: str | None) -> None:
+    http = Http(server.url, api_key)
+    while True:
+        if not server.is_alive:
+            raise EngineError("the server ended at once: " + " ".join(server.tail(3)))
+        try:
+            await http.get("/health")
+        except (ServerLostError, EngineError):
+            await asyncio.sleep(0.2)
+            continue
+        return
