@@ -221,14 +221,28 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         for arg in (*own[1:], *kwargs.values()):
             if isinstance(arg, int) and abs(arg) > limit:
                 raise TemplateTooExpensiveError(f"the template calls {name} with {arg}")
-        if own:
-            plain(own[0])
-            budget.charge(len(own[0]) if isinstance(own[0], str) else 1)
+        for arg in own:
+            plain(arg)
+        if own and isinstance(own[0], str):
+            budget.charge(len(own[0]))
         return function(*args, **kwargs)
 
     if has_context:
         filtered.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
     return filtered
+
+
+def _weighing(test: Any) -> Callable[..., Any]:
+    """A stock test (``is in``, ``is eq``) that compares no container it has not weighed."""
+
+    def tested(*args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            plain(arg)
+        return test(*args, **kwargs)
+
+    if hasattr(test, "jinja_pass_arg"):
+        tested.jinja_pass_arg = test.jinja_pass_arg  # type: ignore[attr-defined]
+    return tested
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -348,6 +362,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         join = stock["join"]
         self.filters = {name: _guarded(name, stock[name]) for name in _STOCK_FILTERS}
         self.filters.update(_OWN_FILTERS, join=_bounded_join(join), _grown=_grown)
+        self.tests = {name: _weighing(test) for name, test in self.tests.items()}
         self.globals.pop("lipsum", None)
         self.concat = _concat  # type: ignore[method-assign]
 
@@ -361,6 +376,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget = _budget()
         budget.step()
         owner = getattr(function, "__self__", None)
+        if isinstance(owner, (str, list, tuple, dict)):
+            # They compare their arguments, or print them in an error.
+            for arg in args:
+                plain(arg)
         if isinstance(owner, str):
             name = getattr(function, "__name__", "")
             if name == "join" and args:
@@ -378,6 +397,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return inner(*args, **kwargs)
 
         return bounded
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        # What is not found is printed in the error.
+        return super().getitem(obj, plain(argument))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _budget().step()

@@ -16,7 +16,7 @@ from typing import Any, Final
 import jinja2
 import msgspec
 
-from edgellm.chat.sandbox import MAX_SOURCE_CHARS, BoundedEnvironment, Budget, spending
+from edgellm.chat.sandbox import MAX_SOURCE_CHARS, BoundedEnvironment, Budget, plain, spending
 from edgellm.errors import ConfigError, InvalidRequestError
 
 CHATML: Final = (
@@ -62,8 +62,8 @@ class _RefusalError(jinja2.TemplateError):
     pass
 
 
-def _raise_exception(message: str) -> None:
-    raise _RefusalError(str(message)[:500])
+def _raise_exception(message: Any) -> None:
+    raise _RefusalError(str(plain(message))[:500])
 
 
 def _strftime_now(form: str) -> str:

@@ -112,6 +112,10 @@ def test_extra_names_reach_the_template_but_cannot_replace_the_messages() -> Non
     assert prepared.prompt == "kind Hello"
 
 
+NESTED = (
+    "{% set ns = namespace(x=[1]) %}"
+    "{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+)
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
@@ -139,6 +143,10 @@ HOSTILE = {
     "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
     "tuples hashed": "{% set ns = namespace(x=(1,)) %}"
     "{% for i in range(99) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x].y }}",
+    "a list looked up": NESTED + "{{ [].index(ns.x) }}",
+    "a list tested": NESTED + "{{ (ns.x is in [ns.x + [1]]) }}{{ ns.x is eq(0) }}",
+    "a list refused": NESTED + "{{ raise_exception(ns.x) }}",
+    "a list as a name": NESTED + "{{ messages | attr(ns.x) }}",
     "centred": "{{ 'x'.center(10 ** 10) }}",
     "a wide format": "{{ '%9999999999d' % 1 }}",
     "a wide format method": "{{ '{:9999999999}'.format(1) }}",
@@ -159,6 +167,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon_with_an_error(name: str) -> None:
     started = time.thread_time()
