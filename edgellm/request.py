@@ -51,6 +51,16 @@ class GrammarKind(str, enum.Enum):
     GBNF = "gbnf"
 
 
+CONTROL_OPEN: Final = "\ue000"
+CONTROL_CLOSE: Final = "\ue001"
+
+
+def control(text: str) -> str:
+    """How a LARK grammar writes a marker (``[TOOL_CALLS]``) that is one control token in some
+    vocabularies and spelled out in others: the engine knows which."""
+    return f"{CONTROL_OPEN}{text}{CONTROL_CLOSE}"
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What the text of a sequence must match."""
 
