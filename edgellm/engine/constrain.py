@@ -19,13 +19,18 @@ from typing import Any, Final
 
 import llguidance
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from edgellm.errors import InvalidRequestError
 from edgellm.request import CONTROL_CLOSE, CONTROL_OPEN, Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS: Final = 1 << 20
-MAX_NESTING: Final = 200
+# llguidance's compiler recurses along chains of rules and references, about 4 KiB of stack each;
+# its own limits (LLParserLimits) bound everything else.
+MAX_RULES: Final = 2_000
+MAX_REFERENCES: Final = 2_000
+COMPILER_STACK: Final = 64 << 20
+MAX_NESTING: Final = 100
 # Compiled grammars kept: an agent sends the same tools with every request.
 CACHED_GRAMMARS: Final = 32
 # Subschemas tried when looking for the one that llguidance refuses.
@@ -33,6 +38,7 @@ MAX_LOCATE: Final = 500
 # llguidance takes a token that begins so for a control token (toktrie, SPECIAL_TOKEN_MARKER).
 _SPECIAL_MARK: Final = b"\xff"
 _CONTROL: Final = re.compile(f"{CONTROL_OPEN}([^{CONTROL_CLOSE}]*){CONTROL_CLOSE}")
+_stack_lock: Final = threading.Lock()
 _NONZERO: Final = re.compile(rb"[^\0]")
 _BITS: Final = tuple(tuple(b for b in range(8) if n >> b & 1) for n in range(256))
 
@@ -105,16 +111,11 @@ class ConstraintFactory:
         """Raise what :meth:`compile` would raise."""
         self._matcher(grammar.kind, grammar.text)
 
-    def mask_many(self, targets: Sequence[tuple[Constraint, int]]) -> None:
-        """Write each constraint's mask to its address (``mask_bytes`` long), in parallel."""
-        awake = [(c, address) for c, address in targets if c.needs_mask]
-        if len(awake) == 1:
-            awake[0][0].mask_into(awake[0][1])
-            return
-        for constraint, address in awake:
-            self._executor.unsafe_compute_mask_ptr(
-                [(constraint.matcher, 0)], address, self.mask_bytes, 1
-            )
+    def mask_many(self, constraints: Sequence[Constraint], address: int) -> None:
+        """Write the masks of awake constraints, in parallel: row i at ``address + i *
+        mask_bytes``. A constraint in error leaves an empty row; its ``accept`` says why."""
+        rows = [(constraint.matcher, i) for i, constraint in enumerate(constraints)]
+        self._executor.unsafe_compute_mask_ptr(rows, address, self.mask_bytes, len(rows))
 
     def _matcher(self, kind: GrammarKind, text: str) -> Any:
         key = (kind, text)
@@ -132,12 +133,16 @@ class ConstraintFactory:
 
     def _compile(self, kind: GrammarKind, text: str) -> Any:
         source = self._source(kind, text)
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = _on_a_deep_stack(lambda: self._match(source))
+        param = "response_format" if kind is GrammarKind.JSON_SCHEMA else "grammar"
         if matcher.is_error():
-            raise InvalidRequestError(
-                _explain(kind, text, matcher.get_error()),
-                param="response_format" if kind is GrammarKind.JSON_SCHEMA else "grammar",
-            )
+            raise InvalidRequestError(_explain(kind, text, matcher.get_error()), param=param)
+        return matcher
+
+    def _match(self, source: str) -> Any:
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds a grammar that matches nothing
         return matcher
 
     def _source(self, kind: GrammarKind, text: str) -> str:
@@ -147,7 +152,9 @@ class ConstraintFactory:
                 param="grammar",
             )
         if kind is GrammarKind.JSON_SCHEMA:
-            return str(LLMatcher.grammar_from_json_schema(json.dumps(parse_schema(text))))
+            schema = parse_schema(text)
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        _check_size(text)
         if kind is GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(text))
         if kind is GrammarKind.GBNF:
@@ -383,12 +390,35 @@ def gbnf_to_lark(text: str) -> str:
     the line otherwise."""
     try:
         return str(any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, AssertionError, RecursionError) as error:
+    except Exception as error:  # the converter raises Exception itself
         raise InvalidRequestError(f"the GBNF grammar is wrong: {error}", param="grammar") from error
 
 
+def _on_a_deep_stack(work: Callable[[], Any]) -> Any:
+    """Run ``work`` on a thread whose stack the compiler's recursion does not overflow; other
+    threads may have 512 KiB, and an overflow would end the process."""
+    out: list[Any] = []
+    with _stack_lock:
+        before = threading.stack_size(COMPILER_STACK)
+        thread = threading.Thread(target=lambda: out.append(work()), name="grammar", daemon=True)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if not out:
+        raise InvalidRequestError("the grammar cannot be compiled", param="grammar")
+    return out[0]
+
+
+def _check_size(text: str) -> None:
+    """Refuse a LARK, GBNF or regex text that could overflow the compiler's stack."""
+    if text.count("\n") > MAX_RULES:
+        raise InvalidRequestError(f"a grammar has at most {MAX_RULES} lines", param="grammar")
+
+
 def parse_schema(text: str) -> Any:
-    """The JSON Schema in ``text``, an object or a boolean, nested at most MAX_NESTING deep."""
+    """The JSON Schema in ``text``, an object or a boolean, small enough to compile."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -399,15 +429,36 @@ def parse_schema(text: str) -> Any:
         raise InvalidRequestError(
             f"a JSON Schema is an object, not {type(schema).__name__}", param="response_format"
         )
+    if isinstance(schema, dict):
+        _check_schema(schema)
     return schema
 
 
+def _check_schema(schema: dict[str, Any]) -> None:
+    n_references = 0
+    for path, sub in (("$", schema), *_subschemas(schema, "$")):
+        n_references += "$ref" in sub
+        if n_references > MAX_REFERENCES or path.count(".") > 2 * MAX_NESTING:
+            raise InvalidRequestError(
+                f"the JSON Schema is too large at {path[:120]}", param="response_format"
+            )
+
+
 def _explain(kind: GrammarKind, text: str, error: str) -> str:
-    what = " ".join(error.split())[:500]
     if kind is not GrammarKind.JSON_SCHEMA:
-        return f"the grammar is wrong: {what}"
-    path, what = _locate(json.loads(text), what)
-    return f"the JSON Schema cannot be enforced at {path}: {what}"
+        return f"the grammar is wrong: {_brief(error)}"
+    path, what = _locate(json.loads(text), error)
+    return f"the JSON Schema cannot be enforced at {path[:120]}: {_brief(what)}"
+
+
+def _brief(error: str) -> str:
+    """llguidance's message without the picture of the grammar around it."""
+    if error == "NoExtensionBias":
+        return "no text can match it"
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
+    first = lines[0] if lines else "it cannot be compiled"
+    return f"{first[:200]} {reason[:200]}".strip()
 
 
 def _locate(schema: Any, error: str) -> tuple[str, str]:
@@ -421,8 +472,8 @@ def _locate(schema: Any, error: str) -> tuple[str, str]:
             break
         source = LLMatcher.grammar_from_json_schema(json.dumps({**shared, **sub}))
         refusal = LLMatcher.validate_grammar(source)
-        if refusal and not refusal.startswith("WARNING") and len(path) > len(found[0]):
-            found = (path, " ".join(refusal.split())[:500])
+        if refusal and not refusal.startswith("WARNING") and path.startswith(found[0]):
+            found = (path, refusal)
     return found
 
 
@@ -433,7 +484,7 @@ _SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else", 
 
 def _subschemas(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema inside ``schema`` with its JSON path, outer ones first."""
-    if path.count(".") > MAX_NESTING:
+    if path.count(".") > 2 * MAX_NESTING + 2:
         return
     inner: list[tuple[str, Any]] = []
     for key in _MAPS:
