@@ -1,0 +1,200 @@
+"""From a prepared request to its events: what all generating endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from edgellm.errors import InvalidRequestError
+from edgellm.metrics import RequestTimings
+from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from edgellm.server.core import Server, View
+from edgellm.server.errors import problem_of_info
+from edgellm.server.http import Call
+from edgellm.server.wire.common import SamplingFields
+
+
+async def events(
+    server: Server, call: Call, view: View, request: Request
+) -> AsyncGenerator[TokenEvent, None]:
+    """The engine's events, counted; an error event is raised.
+
+    Closing this generator (or cancelling the task) ends the sequence within one step.
+    """
+    observer = server.metrics.observe(view.name, request.priority)
+    async with aclosing(view.engine.generate(request)) as generated:
+        async for event in generated:
+            if event.error is not None:
+                raise problem_of_info(event.error)
+            observer.event(event)
+            if event.is_last:
+                _log(call, event)
+            yield event
+
+
+def _log(call: Call, event: TokenEvent) -> None:
+    log, usage, timings = call.log, event.usage, event.timings
+    if usage is not None:
+        log["n_prompt"] = log.get("n_prompt", 0) + usage.n_prompt
+        log["n_output"] = log.get("n_output", 0) + usage.n_output
+        log["n_cached"] = log.get("n_cached", 0) + usage.n_cached
+    if timings is not None and timings.ttft_s is not None:
+        log["ttft_ms"] = round(timings.ttft_s * 1e3, 1)
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[TokenEvent, None]],
+) -> AsyncIterator[tuple[int, TokenEvent]]:
+    """Events of several requests as they come, each with its request's place in ``sources``."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for event in only:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, TokenEvent | BaseException | None]] = asyncio.Queue(64)
+    tasks = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    left = len(tasks)
+    try:
+        while left:
+            place, item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    place: int,
+    source: AsyncGenerator[TokenEvent, None],
+    queue: asyncio.Queue[tuple[int, TokenEvent | BaseException | None]],
+) -> None:
+    try:
+        async with aclosing(source) as opened:
+            async for event in opened:
+                await queue.put((place, event))
+    except Exception as error:  # noqa: BLE001 (handed over, and raised where it is awaited)
+        await queue.put((place, error))
+        return
+    await queue.put((place, None))
+
+
+async def logit_bias(fields: SamplingFields, view: View) -> dict[int, float] | None:
+    """``logit_bias`` by token id: OpenAI's object, or llama-server's pairs with ids or texts."""
+    if not fields.logit_bias:
+        return None
+    pairs = fields.logit_bias
+    items: list[tuple[int | str, float | bool]] = (
+        list(pairs.items()) if isinstance(pairs, dict) else list(pairs)
+    )
+    built: dict[int, float] = {}
+    for token, value in items:
+        bias = -100.0 if value is False else float(value)
+        if isinstance(token, int) or token.lstrip("-").isdigit():
+            built[view.check_ids([int(token)], "logit_bias")[0]] = bias
+        else:
+            ids = await view.engine.tokenize(token, add_special=False)
+            built.update(dict.fromkeys(ids, bias))
+    return built
+
+
+def usage_body(usage: Usage, *, n_reasoning: int = 0) -> dict[str, Any]:
+    """OpenAI's ``usage``."""
+    return {
+        "prompt_tokens": usage.n_prompt,
+        "completion_tokens": usage.n_output,
+        "total_tokens": usage.n_prompt + usage.n_output,
+        "prompt_tokens_details": {"cached_tokens": usage.n_cached, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": n_reasoning,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": usage.n_accepted,
+            "rejected_prediction_tokens": usage.n_drafted - usage.n_accepted,
+        },
+    }
+
+
+def add_usage(a: Usage, b: Usage | None) -> Usage:
+    """The sum of two requests' counts."""
+    if b is None:
+        return a
+    return Usage(
+        n_prompt=a.n_prompt + b.n_prompt,
+        n_output=a.n_output + b.n_output,
+        n_cached=a.n_cached + b.n_cached,
+        n_drafted=a.n_drafted + b.n_drafted,
+        n_accepted=a.n_accepted + b.n_accepted,
+        n_slid=a.n_slid + b.n_slid,
+    )
+
+
+def timings_body(usage: Usage, timings: RequestTimings) -> dict[str, Any]:
+    """llama-server's ``timings`` object (server-task.cpp, result_timings::to_json), and ours.
+
+    ``predicted_ms`` runs from the first token: its rate counts the n - 1 tokens after it.
+    """
+    n_new = usage.n_prompt - usage.n_cached
+    ttft = timings.ttft_s if timings.ttft_s is not None else timings.e2e_s
+    prompt_ms = max(ttft - timings.queue_s, 0.0) * 1e3
+    predicted_ms = max(timings.e2e_s - ttft, 0.0) * 1e3
+    n_after = max(usage.n_output - 1, 0)
+    return {
+        "cache_n": usage.n_cached,
+        "prompt_n": n_new,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / n_new if n_new else 0.0,
+        "prompt_per_second": n_new / prompt_ms * 1e3 if prompt_ms > 0 else 0.0,
+        "predicted_n": usage.n_output,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / n_after if n_after else 0.0,
+        "predicted_per_second": n_after / predicted_ms * 1e3 if predicted_ms > 0 else 0.0,
+        "draft_n": usage.n_drafted,
+        "draft_n_accepted": usage.n_accepted,
+        "queue_ms": timings.queue_s * 1e3,
+        "ttft_ms": ttft * 1e3,
+        "e2e_ms": timings.e2e_s * 1e3,
+    }
+
+
+def token_text(data: bytes) -> str:
+    """A token's bytes as text; half a character shows as U+FFFD."""
+    return data.decode("utf-8", errors="replace")
+
+
+def chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """One entry of a chat choice's ``logprobs.content``."""
+    return {
+        "id": entry.token_id,
+        "token": token_text(entry.token_bytes),
+        "logprob": entry.logprob,
+        "bytes": list(entry.token_bytes),
+        "top_logprobs": [
+            {
+                "id": t.token_id,
+                "token": token_text(t.token_bytes),
+                "logprob": t.logprob,
+                "bytes": list(t.token_bytes),
+            }
+            for t in entry.top
+        ],
+    }
+
+
+def finish_name(reason: FinishReason, n_calls: int = 0) -> str:
+    """OpenAI's ``finish_reason``."""
+    if reason is FinishReason.STOP:
+        return "tool_calls" if n_calls else "stop"
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def check_prompt(text: str, param: str) -> None:
+    """Refuse an empty prompt."""
+    if not text:
+        raise InvalidRequestError("the prompt is empty", param=param)
