@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -76,6 +77,11 @@ class Call:
     def header(self, name: bytes) -> str:
         """A header's value, or an empty string."""
         return self.headers.get(name, b"").decode("latin-1")
+
+    def query(self, name: str) -> str | None:
+        """A parameter of the query string."""
+        values = parse_qs(self.scope.get("query_string", b"").decode("latin-1")).get(name)
+        return values[0] if values else None
 
     @property
     def is_anthropic(self) -> bool:

@@ -165,7 +165,7 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     options = body.stream_options
     is_native = not call.path.startswith("/v1/")
     return Job(
-        request=make_request(server, call, view, body, prepared, prompt, sampling),
+        request=await make_request(server, call, view, body, prepared, prompt, sampling),
         prepared=prepared,
         id="chatcmpl-" + secrets.token_hex(12),
         created=int(time.time()),
@@ -176,7 +176,7 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     )
 
 
-def make_request(
+async def make_request(
     server: Server,
     call: Call,
     view: View,
@@ -187,6 +187,10 @@ def make_request(
 ) -> Request:
     """The engine's request for a rendered chat."""
     slides = server.options.overflow is Overflow.SLIDE
+    n_keep = 0
+    if slides and prepared.n_keep_chars:
+        kept = prepared.prompt[: prepared.n_keep_chars]
+        n_keep = len(await view.engine.tokenize(kept, add_special=prepared.add_special))
     return Request(
         id=call.request_id + "-" + secrets.token_hex(4),
         prompt=prompt,
@@ -196,7 +200,7 @@ def make_request(
         overflow=server.options.overflow,
         # Reading these renders the conversation once more.
         turn_starts=prepared.turn_starts if slides else (),
-        n_keep=prepared.n_keep_chars if slides else 0,
+        n_keep=n_keep,
         cache_prompt=fields.cache_prompt is not False,
         model=view.name,
         client=call.key or call.client,

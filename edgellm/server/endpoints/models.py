@@ -1,0 +1,80 @@
+"""``GET /v1/models``: every model, in OpenAI's shape with Anthropic's fields beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from edgellm.errors import ModelNotFoundError
+from edgellm.runtime import ModelStatus
+from edgellm.server.core import Server
+from edgellm.server.http import Call
+
+
+async def list_models(server: Server, call: Call) -> None:
+    """The list; both APIs' clients read it."""
+    data = [describe(server, status) for status in server.runtime.models()]
+    await call.json(
+        {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+        }
+    )
+
+
+async def get_model(server: Server, call: Call) -> None:
+    """One model, by name or alias."""
+    name = call.path.removeprefix("/v1/models/")
+    wanted = server.runtime.find(name)
+    for status in server.runtime.models():
+        if status.name == wanted.name:
+            await call.json(describe(server, status))
+            return
+    raise ModelNotFoundError(f"the model {name[:200]!r} does not exist here")
+
+
+def describe(server: Server, status: ModelStatus) -> dict[str, Any]:
+    """One model: what it is once loaded, and how far loading has come."""
+    created = int(server.started_at)
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
+    body: dict[str, Any] = {
+        "id": status.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "edgellm",
+        "type": "model",
+        "display_name": status.name,
+        "created_at": stamp,
+        "aliases": [a for a in status.aliases if a != "*"],
+        "tags": list(status.tags),
+        "status": {
+            "value": status.state,
+            "stage": status.stage,
+            "progress": status.fraction,
+            "in_use": status.in_use,
+            "waiting": status.waiting,
+        },
+    }
+    if status.error is not None:
+        body["status"]["error"] = status.error
+    lease = next((x for x in server.runtime.loaded() if x.name == status.name), None)
+    if lease is not None:
+        info, model = lease.engine.info, lease.engine.plan.model
+        body["max_model_len"] = info.n_ctx_seq
+        body["context_length"] = info.n_ctx_seq
+        body["meta"] = {
+            "n_ctx": info.n_ctx_seq,
+            "n_ctx_total": info.n_ctx,
+            "n_ctx_train": info.n_ctx_train,
+            "n_seq_max": info.n_seq_max,
+            "n_vocab": info.n_vocab,
+            "n_embd": info.n_embd,
+            "n_params": model.n_params,
+            "size": model.file_bytes,
+            "quant": model.quant,
+            "arch": info.arch,
+        }
+    return body
