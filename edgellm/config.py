@@ -117,6 +117,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded: Annotated[int | None, Meta(description="models kept in memory at once")] = None
     ttl_s: Annotated[float | None, Meta(description="seconds idle before a model unloads")] = None
     max_waiting: Annotated[int, Meta(description="requests that may wait")] = 256
+    api_key_file: Annotated[str | None, Meta(description="a file of keys, one a line")] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="names the Host header may carry besides this machine's")
+    ] = ()
+    rate_limit: Annotated[int | None, Meta(description="requests a minute and key")] = None
+    max_concurrent: Annotated[int | None, Meta(description="open requests a key")] = None
+    body_timeout_s: Annotated[float, Meta(description="seconds a body may take to arrive")] = 30.0
+    request_timeout_s: Annotated[float | None, Meta(description="seconds an answer may take")] = (
+        3600.0
+    )
+    keepalive_s: Annotated[float, Meta(description="silence before a comment on a stream")] = 10.0
+    drain_s: Annotated[float, Meta(description="seconds running requests get at the end")] = 30.0
+    tls_cert: Annotated[str | None, Meta(description="certificate chain, PEM")] = None
+    tls_key: Annotated[str | None, Meta(description="private key, PEM")] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="how much to log")
     ] = "info"

@@ -223,8 +223,9 @@ class Lease(msgspec.Struct, frozen=True):
     engine: Engine
 
 
-Planner: TypeAlias = Callable[[ModelSpec, Devices], Plan]
-Loader: TypeAlias = Callable[[Plan, Callable[[LoadProgress], None]], Awaitable[Engine]]
+Planner: TypeAlias = Callable[[ModelSpec, Devices, PlanRequest | None], Plan]
+"""Asked with what is free and, where not the settings' own, what is wanted."""
+Loader: TypeAlias = Callable[[Plan, OnProgress], Awaitable[Engine]]
 
 # Measured memory that a driver gives back may fall a little short of the plan.
 _RELEASED: Final = 0.8
@@ -250,7 +251,8 @@ class _Entry:
     @property
     def is_usable(self) -> bool:
         """A new request may start on it now."""
-        return self.engine is not None and self.state == "loaded" and self.engine.is_alive
+        # An engine whose child died and starts again makes its requests wait by itself.
+        return self.engine is not None and self.state == "loaded" and not self.engine.is_dead
 
     def release(self) -> None:
         self.users -= 1
@@ -459,7 +461,7 @@ class Runtime:
 
     def _plan(self, spec: ModelSpec, devices: Devices) -> Plan | PlanError:
         try:
-            return self._planner(spec, devices)
+            return self._planner(spec, devices, None)
         except PlanError as error:
             return error
 
@@ -480,7 +482,7 @@ class Runtime:
         engine = entry.engine
         if engine is None:
             return
-        if entry.users and engine.is_alive:
+        if entry.users and not engine.is_dead:
             entry.state = "draining"
             try:
                 await entry.idle.wait()
@@ -513,6 +515,10 @@ class Runtime:
                 self.warnings.append(f"{name} was unloaded, but {short} did not show its memory")
                 return
             await asyncio.sleep(0.1)
+
+    def plan(self, spec: ModelSpec, request: PlanRequest) -> Plan:
+        """What another request would give with what is free now. Blocks; nothing is loaded."""
+        return self._planner(spec, self._prober(), request)
 
     async def load(self, name: str) -> None:
         """Load a model now, and leave it loaded."""
@@ -617,20 +623,23 @@ def make_runtime(
     specs: Sequence[ModelSpec],
     settings: Settings,
     *,
-    backend: str = "llama",
-    options: EngineOptions = EngineOptions(),
+    backend: str | None = None,
+    options: EngineOptions | None = None,
 ) -> Runtime:
-    """A Runtime over models of this machine, planned as the settings say."""
+    """A Runtime over models of this machine, planned and run as the settings say."""
     plan = settings.plan
-    vram, only = _vram(plan), _backend(plan)
-    request = plan_request(settings)
+    vram, only, request = _vram(plan), _backend(plan), plan_request(settings)
+    runs = backend or settings.engine.backend
+    how = options if options is not None else engine_options(settings)
+    if runs == "llama":
+        require_engine()
 
-    def planner(spec: ModelSpec, devices: Devices) -> Plan:
+    def planner(spec: ModelSpec, devices: Devices, other: PlanRequest | None) -> Plan:
         seen = devices_.imagine(devices, vram=vram, ram=plan.ram, backend=only)
-        return make_plan(local_shape(spec.ref, settings), seen, request)
+        return make_plan(local_shape(spec.ref, settings), seen, other or request)
 
-    async def loader(plan: Plan, on_progress: Callable[[LoadProgress], None]) -> Engine:
-        return await Engine.load(plan, backend=backend, options=options, on_progress=on_progress)
+    async def loader(plan: Plan, on_progress: OnProgress) -> Engine:
+        return await Engine.load(plan, backend=runs, options=how, on_progress=on_progress)
 
     return Runtime(
         specs,

@@ -320,6 +320,11 @@ class Engine:
         return self._child is not None and self._ready.is_set() and self._dead is None
 
     @property
+    def is_dead(self) -> bool:
+        """The child is gone and will not be started again."""
+        return self._dead is not None
+
+    @property
     def pid(self) -> int:
         """The child's process id; -1 without one."""
         return self._child.pid if self._child is not None else -1

@@ -83,8 +83,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def allowed_hosts(bind: Sequence[str], keys: Sequence[Key], more: Iterable[str]) -> frozenset[str] | None:
-    """The names the Host header may carry. Behind a key any name will do: rebinding gains nothing."""
+def allowed_hosts(
+    bind: Sequence[str], keys: Sequence[Key], more: Iterable[str]
+) -> frozenset[str] | None:
+    """The names the Host header may carry. Behind a key any will do: rebinding gains nothing."""
     extra = {name.lower() for name in more}
     if keys or "*" in extra:
         return None

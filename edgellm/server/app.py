@@ -90,8 +90,7 @@ class App:
         return True
 
     async def _fail(self, call: Call, failed: Problem) -> None:
-        call.log["error"] = failed.kind if failed.kind != "HTTP" else failed.code
-        self.server.metrics.add("edgellm_errors_total", **{"class": str(call.log["error"])})
+        self.server.note_error(call, failed)
         if call.is_started:
             await call.write(_as_event(call, failed))
             await call.end()

@@ -6,24 +6,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from edgellm import __version__
 from edgellm.chat import ChatModel
 from edgellm.engine.client import Engine
-from edgellm.errors import InvalidRequestError
+from edgellm.errors import EdgeLLMError, InvalidRequestError
 from edgellm.request import Overflow, Priority, SamplingParams
 from edgellm.runtime import Runtime
 from edgellm.server.access import Access, Policy
+from edgellm.server.errors import Problem, problem
 from edgellm.server.http import Call, encode
 from edgellm.server.prom import Metrics
-from edgellm.server.sse import Hub
+from edgellm.server.sse import COMMENT, Hub, Stream
 from edgellm.server.store import ResponseStore
 from edgellm.units import MiB
-
-MAX_OPEN_REQUESTS: Final = 4096
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +54,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class View:
     """A loaded model as handlers see it; made once a load."""
 
-    __slots__ = ("chat", "created", "engine", "fingerprint", "info", "is_first", "name", "name_json")
+    __slots__ = (
+        "chat",
+        "created",
+        "engine",
+        "fingerprint",
+        "info",
+        "name",
+        "name_json",
+    )
 
     def __init__(self, name: str, engine: Engine, created: int) -> None:
         info = engine.info
@@ -98,7 +105,8 @@ class View:
 class Server:
     """Everything the handlers share."""
 
-    def __init__(self, runtime: Runtime, options: Options = Options()) -> None:
+    def __init__(self, runtime: Runtime, options: Options | None = None) -> None:
+        options = options or Options()
         self.runtime = runtime
         self.options = options
         self.access = Access(options.policy)
@@ -132,6 +140,31 @@ class Server:
         finally:
             stop()
             self.access.leave(call)
+
+    @asynccontextmanager
+    async def streaming(
+        self, call: Call, as_event: Callable[[Problem], bytes], ping: bytes = COMMENT
+    ) -> AsyncIterator[Stream]:
+        """A stream of events. An error after the first becomes the last, as ``as_event`` writes it;
+        before the first it is raised, to be an HTTP status."""
+        stream = self.hub.open(call, ping)
+        try:
+            yield stream
+        except EdgeLLMError as error:
+            if not call.is_started:
+                raise
+            failed = problem(error)
+            self.note_error(call, failed)
+            await stream.write(as_event(failed))
+            await stream.end()
+        finally:
+            stream.drop()
+
+    def note_error(self, call: Call, failed: Problem) -> None:
+        """Count an error and put it on the request's log line."""
+        name = str(failed.code if failed.kind == "HTTP" else failed.kind)
+        call.log["error"] = name
+        self.metrics.add("edgellm_errors_total", **{"class": name})
 
     def _view(self, name: str, engine: Engine) -> View:
         view = self._views.get(name)

@@ -1,4 +1,4 @@
-"""One table: error class -> HTTP status, OpenAI type and code, Anthropic type. Nothing else decides.
+"""One table: error class -> HTTP status, OpenAI type and code, Anthropic type.
 
 An error reaches a client in one of two shapes, chosen by the path it asked: Anthropic's for
 ``/v1/messages``, OpenAI's everywhere else. Errors of the engine process arrive as ErrorInfo, by
@@ -26,23 +26,23 @@ class Row(NamedTuple):
     anthropic: str
 
 
+_BAD: Final = "invalid_request_error"
+
 TABLE: Final[dict[type[EdgeLLMError], Row]] = {
     EdgeLLMError: Row(500, "server_error", "internal_error", "api_error"),
-    e.ConfigError: Row(400, "invalid_request_error", "invalid_configuration", "invalid_request_error"),
-    e.ModelNotFoundError: Row(404, "invalid_request_error", "model_not_found", "not_found_error"),
-    e.GGUFError: Row(422, "invalid_request_error", "bad_model_file", "invalid_request_error"),
+    e.ConfigError: Row(400, _BAD, "invalid_configuration", _BAD),
+    e.ModelNotFoundError: Row(404, _BAD, "model_not_found", "not_found_error"),
+    e.GGUFError: Row(422, _BAD, "bad_model_file", _BAD),
     e.StoreError: Row(500, "server_error", "store_error", "api_error"),
     e.DownloadError: Row(502, "server_error", "download_failed", "api_error"),
     e.ChecksumError: Row(502, "server_error", "checksum_mismatch", "api_error"),
     e.DiskFullError: Row(507, "server_error", "disk_full", "api_error"),
-    e.PlanError: Row(422, "invalid_request_error", "no_plan", "invalid_request_error"),
+    e.PlanError: Row(422, _BAD, "no_plan", _BAD),
     # Trying again does not help, so this must not be a status that SDKs retry.
-    e.DoesNotFitError: Row(422, "invalid_request_error", "does_not_fit", "invalid_request_error"),
-    e.RequestError: Row(400, "invalid_request_error", None, "invalid_request_error"),
-    e.InvalidRequestError: Row(400, "invalid_request_error", "invalid_value", "invalid_request_error"),
-    e.ContextOverflowError: Row(
-        400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"
-    ),
+    e.DoesNotFitError: Row(422, _BAD, "does_not_fit", _BAD),
+    e.RequestError: Row(400, _BAD, None, _BAD),
+    e.InvalidRequestError: Row(400, _BAD, "invalid_value", _BAD),
+    e.ContextOverflowError: Row(400, _BAD, "context_length_exceeded", _BAD),
     e.QueueFullError: Row(429, "rate_limit_error", "queue_full", "rate_limit_error"),
     e.EngineError: Row(500, "server_error", "engine_error", "api_error"),
     e.KVFullError: Row(503, "server_error", "kv_cache_full", "overloaded_error"),

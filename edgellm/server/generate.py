@@ -11,8 +11,8 @@ from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
 from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
 from edgellm.server.core import Server, View
-from edgellm.server.errors import problem_of_info
-from edgellm.server.http import Call
+from edgellm.server.errors import Problem, openai_body, problem_of_info
+from edgellm.server.http import Call, encode
 from edgellm.server.wire.common import SamplingFields
 
 
@@ -42,6 +42,11 @@ def _log(call: Call, event: TokenEvent) -> None:
         log["n_cached"] = log.get("n_cached", 0) + usage.n_cached
     if timings is not None and timings.ttft_s is not None:
         log["ttft_ms"] = round(timings.ttft_s * 1e3, 1)
+
+
+def error_event(failed: Problem) -> bytes:
+    """OpenAI's last event of an answer that broke; no [DONE] follows it."""
+    return b"data: " + encode(openai_body(failed)) + b"\n\n"
 
 
 async def merged(

@@ -213,7 +213,9 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(built) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise Problem(400, f"the field {twice!r} is given twice", code="duplicate_field", param=twice)
+        raise Problem(
+            400, f"the field {twice!r} is given twice", code="duplicate_field", param=twice
+        )
     return built
 
 

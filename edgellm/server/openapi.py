@@ -72,9 +72,7 @@ def _operation(route: Route, bodies: dict[Any, Any]) -> dict[str, Any]:
             "200": {"description": "The answer.", "content": content},
             "4XX": {
                 "description": "What is wrong with the request.",
-                "content": {
-                    "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
-                },
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
             },
         },
     }

@@ -11,7 +11,8 @@ color:#1c2128;background:#fff}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}code,pre{background:#eef1f4;border-radius:4px;
 padding:.1em .3em;font:13px/1.45 ui-monospace,monospace}pre{padding:.7em;overflow:auto}
 details{border-bottom:1px solid #8884;padding:.35rem 0}summary{cursor:pointer}
-.m{display:inline-block;min-width:4.2em;font-weight:600}td,th{text-align:left;padding:.2em 1em .2em 0}
+.m{display:inline-block;min-width:4.2em;font-weight:600}td,th{text-align:left;
+padding:.2em 1em .2em 0}
 """
 
 HOME: Final = f"""<!doctype html>
@@ -19,13 +20,15 @@ HOME: Final = f"""<!doctype html>
 <title>edgellm</title><style>{_STYLE}</style>
 <h1>edgellm</h1>
 <p>OpenAI's API is at <code>/v1</code>, Anthropic's at <code>/v1/messages</code>.
-<a href="/docs">All endpoints</a> · <a href="/health">health</a> · <a href="/metrics">metrics</a></p>
+<a href="/docs">All endpoints</a> · <a href="/health">health</a> ·
+<a href="/metrics">metrics</a></p>
 <h2>Models</h2><table id="models"></table>
 <script>
 fetch("/v1/models").then(r=>r.json()).then(d=>{{
  const t=document.getElementById("models");
  for(const m of d.data||[]){{const row=t.insertRow();
-  for(const v of [m.id,m.status.value,m.meta?m.meta.n_ctx+" tokens":""]) row.insertCell().textContent=v;}}
+  for(const v of [m.id,m.status.value,m.meta?m.meta.n_ctx+" tokens":""])
+   row.insertCell().textContent=v;}}
 }});
 </script>
 </html>

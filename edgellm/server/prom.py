@@ -16,8 +16,24 @@ from edgellm.request import Priority, TokenEvent
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 # Seconds. ITL needs milliseconds; a queue or a whole request may take minutes.
-_FAST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-_SLOW: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_FAST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_SLOW: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
 
 HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...]]]] = {
     "edgellm_ttft_seconds": ("From arrival to the first token, queue included.", _SLOW),
@@ -31,8 +47,6 @@ COUNTERS: Final = {
     "edgellm_prompt_tokens_total": "Prompt tokens, cached ones included.",
     "edgellm_cached_tokens_total": "Prompt tokens that a cached prefix saved.",
     "edgellm_generated_tokens_total": "Generated tokens.",
-    "edgellm_model_loads_total": "Model loads that finished.",
-    "edgellm_model_unloads_total": "Models unloaded.",
 }
 
 Labels = tuple[tuple[str, str], ...]
@@ -62,7 +76,7 @@ class Metrics:
         self._histograms: dict[str, dict[Labels, Histogram]] = {name: {} for name in HISTOGRAMS}
         self._counters: dict[str, dict[Labels, float]] = {name: {} for name in COUNTERS}
 
-    def add(self, name: str, value: float = 1, **labels: str) -> None:
+    def add(self, name: str, value: float = 1, /, **labels: str) -> None:
         """Raise a counter."""
         values = self._counters[name]
         key = tuple(labels.items())

@@ -115,6 +115,9 @@ def _anthropic() -> list[Route]:
     ]
 
 
+_RERANK: Final = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
+
+
 def _native() -> list[Route]:
     tag = "llama-server"
     w = native_wire
@@ -130,12 +133,13 @@ def _native() -> list[Route]:
         r("GET", "/props", ops.props, "The model's properties."),
         r("GET", "/slots", ops.slots, "What each sequence is doing."),
     ]
-    for path in ("/completion", "/completions"):
-        found.append(r("POST", path, native.completion, "Continue a prompt.", w.CompletionBody))
-    for path in ("/embedding", "/embeddings"):
-        found.append(r("POST", path, native.embedding, "Embed texts.", w.EmbeddingBody))
-    for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"):
-        found.append(r("POST", path, rerank.rerank, "Score documents.", w.RerankBody))
+    several = (
+        (("/completion", "/completions"), native.completion, "Continue.", w.CompletionBody),
+        (("/embedding", "/embeddings"), native.embedding, "Embed texts.", w.EmbeddingBody),
+        (_RERANK, rerank.rerank, "Score documents for a query.", w.RerankBody),
+    )
+    for paths, handler, about, body in several:
+        found += [r("POST", path, handler, about, body) for path in paths]
     for prefix in ("", "/v1"):
         found += [
             r("POST", f"{prefix}/tokenize", text.tokenize, "Text to tokens.", w.TokenizeBody),

@@ -59,7 +59,7 @@ class Protocol(HttpToolsProtocol):
         if cycle is None or (cycle.more_body and not cycle.response_complete):
             self._answer(408, "the connection was closed before the request was whole")
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (uvicorn's)
         self._answer(400, "the request is not valid HTTP")
 
     def _stop_timer(self) -> None:

@@ -51,7 +51,9 @@ async def cancel(server: Server, call: Call) -> None:
                 await lease.engine.cancel(request.id)
                 await call.json({"cancelled": request.id})
                 return
-    raise Problem(404, "no such request is running or waiting", code="not_found", param="request_id")
+    raise Problem(
+        404, "no such request is running or waiting", code="not_found", param="request_id"
+    )
 
 
 async def stop(server: Server, call: Call) -> None:

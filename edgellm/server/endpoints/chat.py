@@ -18,12 +18,19 @@ from edgellm.chat import (
     ToolCallStart,
     prepare_chat,
 )
-from edgellm.errors import EdgeLLMError, InvalidRequestError
+from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
-from edgellm.request import FinishReason, Grammar, Overflow, Request, TokenEvent, Usage
+from edgellm.request import (
+    FinishReason,
+    Grammar,
+    Overflow,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+)
 from edgellm.server import generate
 from edgellm.server.core import Server, View
-from edgellm.server.errors import openai_body, problem
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
@@ -147,11 +154,11 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     """Everything that can be wrong with a chat, before anything runs."""
     view.need_generation()
     prepared, prompt = render(view, body)
-    logprobs = None
+    more: dict[str, Any] = {}
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.logprobs:
-        logprobs = body.top_logprobs or 0
+        more["logprobs"] = body.top_logprobs or 0
     grammar = grammar_of(prepared, body)
     sampling = sampling_params(
         body,
@@ -160,12 +167,14 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
         stop=prepared.stop,
         logit_bias=await generate.logit_bias(body, view),
         grammar=grammar,
-        **({} if logprobs is None else {"logprobs": logprobs}),
+        **more,
     )
     options = body.stream_options
     is_native = not call.path.startswith("/v1/")
     return Job(
-        request=await make_request(server, call, view, body, prepared, prompt, sampling),
+        request=await make_request(
+            server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
+        ),
         prepared=prepared,
         id="chatcmpl-" + secrets.token_hex(12),
         created=int(time.time()),
@@ -181,9 +190,10 @@ async def make_request(
     call: Call,
     view: View,
     fields: SamplingFields,
+    *,
     prepared: PreparedChat,
     prompt: str,
-    sampling: Any,
+    sampling: SamplingParams,
 ) -> Request:
     """The engine's request for a rendered chat."""
     slides = server.options.overflow is Overflow.SLIDE
@@ -431,19 +441,8 @@ def warnings_of(job: Job, choices: Sequence[Choice]) -> list[str]:
 
 
 async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
-    stream = server.hub.open(call)
-    try:
+    async with server.streaming(call, generate.error_event) as stream:
         await _stream_events(stream, generate.events(server, call, view, job.request), view, job)
-    except EdgeLLMError as error:
-        if not call.is_started:
-            raise
-        failed = problem(error)
-        call.log["error"] = failed.kind
-        server.metrics.add("edgellm_errors_total", **{"class": failed.kind})
-        await stream.write(b"data: " + encode(openai_body(failed)) + b"\n\n")
-        await stream.end()
-    finally:
-        stream.drop()
 
 
 async def _stream_events(
@@ -539,7 +538,11 @@ class ChunkWriter:
         return self._chunk({}, finish=choice.finish_reason(), extra=extra)
 
     def _chunk(
-        self, delta: dict[str, Any], *, finish: str | None = None, extra: dict[str, Any] | None = None
+        self,
+        delta: dict[str, Any],
+        *,
+        finish: str | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> bytes:
         logprobs = None
         if self._job.wants_logprobs and (finish is None or self._pending):

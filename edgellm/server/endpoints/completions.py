@@ -8,12 +8,19 @@ from typing import Any, Final
 
 import msgspec
 
-from edgellm.errors import EdgeLLMError, InvalidRequestError
+from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
-from edgellm.request import FinishReason, Overflow, Request, SamplingParams, TokenEvent, TokenLogprob, Usage
+from edgellm.request import (
+    FinishReason,
+    Overflow,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from edgellm.server import generate
 from edgellm.server.core import Server, View
-from edgellm.server.errors import openai_body, problem
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
@@ -229,10 +236,7 @@ def _infill(view: View, prompt: Prompt, suffix: str) -> Prompt:
 def _choices(job: Job) -> list[list[Choice]]:
     """Choices by prompt; the index counts through all prompts."""
     return [
-        [
-            Choice(i * job.n + k, job.echo_texts[i] if job.echo else "")
-            for k in range(job.n)
-        ]
+        [Choice(i * job.n + k, job.echo_texts[i] if job.echo else "") for k in range(job.n)]
         for i in range(len(job.requests))
     ]
 
@@ -282,24 +286,11 @@ def _base(view: View, job: Job) -> dict[str, Any]:
 
 
 async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
-    stream = server.hub.open(call)
-    try:
+    async with server.streaming(call, generate.error_event) as stream:
         await _stream_events(server, call, stream, view, job)
-    except EdgeLLMError as error:
-        if not call.is_started:
-            raise
-        failed = problem(error)
-        call.log["error"] = failed.kind
-        server.metrics.add("edgellm_errors_total", **{"class": failed.kind})
-        await stream.write(b"data: " + encode(openai_body(failed)) + b"\n\n")
-        await stream.end()
-    finally:
-        stream.drop()
 
 
-async def _stream_events(
-    server: Server, call: Call, stream: Stream, view: View, job: Job
-) -> None:
+async def _stream_events(server: Server, call: Call, stream: Stream, view: View, job: Job) -> None:
     choices = _choices(job)
     writer = ChunkWriter(view, job)
     usage, timings = Usage(), RequestTimings()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from edgellm.chat import ContentDelta, PreparedChat, ReasoningDelta, ToolCallStart, prepare_chat
-from edgellm.errors import EdgeLLMError, InvalidRequestError
-from edgellm.request import FinishReason, Request, Usage
+from edgellm.errors import InvalidRequestError
+from edgellm.request import FinishReason, Request, TokenEvent, Usage
 from edgellm.server import generate
 from edgellm.server.core import Server, View
 from edgellm.server.endpoints.chat import Choice, grammar_of, make_request
-from edgellm.server.errors import anthropic_body, problem
+from edgellm.server.errors import Problem, anthropic_body
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import Stream
 from edgellm.server.wire.anthropic import Block, Conversation, CountBody, MessagesBody, ToolParam
@@ -44,7 +44,9 @@ async def create(server: Server, call: Call) -> None:
             grammar=grammar_of(prepared, body),
             n=1,
         )
-        request = await make_request(server, call, view, body, prepared, prompt, sampling)
+        request = await make_request(
+            server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
+        )
         answer = Answer(view, Choice(0, prepared.parser), "msg_" + secrets.token_hex(12), body)
         if body.stream:
             await _stream(server, call, answer, request)
@@ -113,8 +115,10 @@ def _tools(tools: Sequence[ToolParam] | None) -> list[dict[str, Any]] | None:
                 f"the server tool {tool.type!r} is not supported", param=f"tools[{i}].type"
             )
         if tool.input_schema is None:
-            raise InvalidRequestError("a tool has no input_schema", param=f"tools[{i}].input_schema")
-        function = {"name": tool.name, "parameters": tool.input_schema}
+            raise InvalidRequestError(
+                "a tool has no input_schema", param=f"tools[{i}].input_schema"
+            )
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:
             function["description"] = tool.description
         built.append({"type": "function", "function": function})
@@ -175,9 +179,7 @@ def _block_text(block: Block, param: str) -> str:
         if kind == "text" and isinstance(data, str):
             return data
     what = "image" if block.type == "image" else block.type
-    raise InvalidRequestError(
-        f"{what} input is not supported by this model", param=f"{param}.type"
-    )
+    raise InvalidRequestError(f"{what} input is not supported by this model", param=f"{param}.type")
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
@@ -190,9 +192,7 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
                 raise InvalidRequestError("a tool_use has no name", param=f"{param}[{i}].name")
             arguments = json.dumps(block.input if block.input is not None else {})
             function = {"name": block.name, "arguments": arguments}
-            calls.append(
-                {"id": block.id or _new_id(), "type": "function", "function": function}
-            )
+            calls.append({"id": block.id or _new_id(), "type": "function", "function": function})
         elif block.type not in _IGNORED:
             texts.append(_block_text(block, f"{param}[{i}]"))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
@@ -219,9 +219,7 @@ def _user(blocks: Sequence[Block], param: str, role: str) -> list[dict[str, Any]
             text = _text(block.content, f"{param}[{i}].content")
             if block.is_error:
                 text = f"Error: {text}"
-            results.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-            )
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
             texts.append(_block_text(block, f"{param}[{i}]"))
     if texts:
@@ -330,28 +328,22 @@ async def _stream(server: Server, call: Call, answer: Answer, request: Request) 
         if isinstance(prompt, str)
         else prompt
     )
-    stream = server.hub.open(call, PING)
-    try:
-        await _events(server, call, answer, request, stream, n_prompt)
-    except EdgeLLMError as error:
-        if not call.is_started:
-            raise
-        failed = problem(error)
-        call.log["error"] = failed.kind
-        server.metrics.add("edgellm_errors_total", **{"class": failed.kind})
-        await stream.write(_event("error", anthropic_body(failed, call.request_id)))
-        await stream.end()
-    finally:
-        stream.drop()
+
+    def failed(what: Problem) -> bytes:
+        return _event("error", anthropic_body(what, call.request_id))
+
+    async with server.streaming(call, failed, PING) as stream:
+        events = generate.events(server, call, answer.view, request)
+        await _write(stream, events, answer, n_prompt)
 
 
-async def _events(
-    server: Server, call: Call, answer: Answer, request: Request, stream: Stream, n_prompt: int
+async def _write(
+    stream: Stream, events: AsyncGenerator[TokenEvent, None], answer: Answer, n_prompt: int
 ) -> None:
     choice = answer.choice
     writer = BlockWriter()
     begun = False
-    async for event in generate.events(server, call, answer.view, request):
+    async for event in events:
         chunk = b""
         if not begun:
             begun = True
@@ -403,13 +395,13 @@ class BlockWriter:
             begun = self._ensure("text", {"type": "text", "text": ""})
             return begun + self._piece(b'{"type":"text_delta","text":%s}' % encode(delta.text))
         if isinstance(delta, ReasoningDelta):
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-            begun = self._ensure("thinking", block)
+            thought = {"type": "thinking", "thinking": "", "signature": ""}
+            begun = self._ensure("thinking", thought)
             text = encode(delta.text)
             return begun + self._piece(b'{"type":"thinking_delta","thinking":%s}' % text)
         if isinstance(delta, ToolCallStart):
-            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-            return self._open("tool_use", block)
+            tool = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            return self._open("tool_use", tool)
         text = encode(delta.fragment)
         return self._piece(b'{"type":"input_json_delta","partial_json":%s}' % text)
 
@@ -434,7 +426,5 @@ class BlockWriter:
         return signature + _event("content_block_stop", stop)
 
     def _piece(self, delta: bytes) -> bytes:
-        return (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%s}\n\n'
-            % (self.index, delta)
-        )
+        body = b'{"type":"content_block_delta","index":%d,"delta":%s}' % (self.index, delta)
+        return b"event: content_block_delta\ndata: " + body + b"\n\n"

@@ -9,16 +9,22 @@ from typing import Any, Final
 
 import msgspec
 
-from edgellm.errors import EdgeLLMError, InvalidRequestError
+from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
-from edgellm.request import FinishReason, Pooling, Request, SamplingParams, TokenEvent, TokenLogprob, Usage
+from edgellm.request import (
+    FinishReason,
+    Pooling,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from edgellm.server import generate
 from edgellm.server.core import Server, View
 from edgellm.server.endpoints.embeddings import count_tokens, embed, inputs_of
-from edgellm.server.errors import openai_body, problem
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.wire.common import (
-    SamplingFields,
     explicit_grammar,
     format_grammar,
     priority_of,
@@ -51,7 +57,7 @@ async def completion(server: Server, call: Call) -> None:
         probs = body.n_probs if body.n_probs is not None else body.logprobs
         n_probs = 0 if probs is None or probs is False else int(probs)
         sampling = await _sampling(server, view, body, _limit(body), n_probs)
-        job = _job(server, call, view, body, prompts, is_many, sampling)
+        job = _job(server, call, view, body, prompts=prompts, is_many=is_many, sampling=sampling)
         await _run(server, call, view, job, bool(body.stream))
 
 
@@ -69,7 +75,7 @@ async def infill(server: Server, call: Call) -> None:
         before = f"{extra}{marks.prefix}{body.input_prefix}"
         prompt = f"{before}{marks.suffix}{body.input_suffix}{marks.middle}{body.prompt}"
         sampling = await _sampling(server, view, body, _limit(body), 0)
-        job = _job(server, call, view, body, [prompt], False, sampling)
+        job = _job(server, call, view, body, prompts=[prompt], is_many=False, sampling=sampling)
         await _run(server, call, view, job, bool(body.stream))
 
 
@@ -81,6 +87,7 @@ def _limit(body: CompletionBody | InfillBody) -> int | None:
 async def _sampling(
     server: Server, view: View, body: CompletionBody | InfillBody, limit: int | None, n_probs: int
 ) -> SamplingParams:
+    more: dict[str, Any] = {"logprobs": n_probs} if n_probs else {}
     grammar = explicit_grammar(body)
     if grammar is None and isinstance(body, CompletionBody):
         grammar = format_grammar(body.response_format)
@@ -91,7 +98,7 @@ async def _sampling(
         max_tokens=1 if limit == 0 else limit,
         logit_bias=await generate.logit_bias(body, view),
         grammar=grammar,
-        **({"logprobs": n_probs} if n_probs else {}),
+        **more,
     )
 
 
@@ -100,6 +107,7 @@ def _job(
     call: Call,
     view: View,
     body: CompletionBody | InfillBody,
+    *,
     prompts: Sequence[str | tuple[int, ...]],
     is_many: bool,
     sampling: SamplingParams,
@@ -133,9 +141,7 @@ async def _prompts(view: View, prompt: Any) -> tuple[list[str | tuple[int, ...]]
         raise InvalidRequestError("the prompt is empty", param="prompt")
     if any(isinstance(item, int) for item in prompt):
         return [await _mixed(view, prompt)], False
-    found = [
-        await _mixed(view, item) if isinstance(item, list) else _text(item) for item in prompt
-    ]
+    found = [await _mixed(view, item) if isinstance(item, list) else _text(item) for item in prompt]
     return found, True
 
 
@@ -220,7 +226,7 @@ class Answer:
 def _settings(view: View, sampling: SamplingParams) -> dict[str, Any]:
     """The sampling as llama-server names it."""
     limit = -1 if sampling.max_tokens is None else sampling.max_tokens
-    biases = [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()]
+    biases: list[dict[str, Any]] = [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()]
     if sampling.ignore_eos:
         # llama-server forbids the end tokens with an infinite bias, which JSON writes as null.
         biases += [{"token": t, "bias": None} for t in view.info.eog_ids]
@@ -296,8 +302,7 @@ async def _run(server: Server, call: Call, view: View, job: Job, is_stream: bool
 async def _stream(
     server: Server, call: Call, view: View, answers: list[Answer], sources: Any
 ) -> None:
-    stream = server.hub.open(call)
-    try:
+    async with server.streaming(call, generate.error_event) as stream:
         async for place, event in generate.merged(sources):
             answer = answers[place]
             answer.take(event)
@@ -307,15 +312,6 @@ async def _stream(
                 last = answer.body(view, is_stream=True)
                 await stream.write(b"data: " + encode(last) + b"\n\n")
         await stream.end()
-    except EdgeLLMError as error:
-        if not call.is_started:
-            raise
-        failed = problem(error)
-        call.log["error"] = failed.kind
-        await stream.write(b"data: " + encode(openai_body(failed)) + b"\n\n")
-        await stream.end()
-    finally:
-        stream.drop()
 
 
 def _partial(answer: Answer, event: TokenEvent) -> dict[str, Any]:
@@ -358,5 +354,3 @@ def _rows(view: View, vector: Sequence[float]) -> list[Sequence[float]]:
     if view.info.pooling != Pooling.NONE.value:
         return [vector]
     return [vector[i : i + size] for i in range(0, len(vector), size)]
-
-

@@ -97,7 +97,7 @@ def _gauges(server: Server, found: list[tuple[Lease, EngineStats]]) -> Iterator[
     for field, text in _ENGINE_COUNTERS:
         name = f"edgellm_{field.removeprefix('n_')}_total"
         yield Gauge(name, text, by_model(field), "counter")
-    misses = {
+    misses: dict[prom.Labels, float] = {
         (("model", lease.name), ("reason", reason)): float(n)
         for lease, stats in found
         for reason, n in stats.prefix_misses.items()
@@ -105,7 +105,7 @@ def _gauges(server: Server, found: list[tuple[Lease, EngineStats]]) -> Iterator[
     yield Gauge("edgellm_prefix_misses_total", "Prompts that shared nothing.", misses, "counter")
     yield from _memory(found)
     runtime = server.runtime
-    states = {
+    states: dict[prom.Labels, float] = {
         (("model", m.name), ("state", m.state)): 1.0 for m in runtime.models()
     }
     yield Gauge("edgellm_model_state", "1 for the state each model is in.", states)
@@ -287,14 +287,14 @@ def _slots(lease: Lease, engine_stats: EngineStats) -> list[dict[str, Any]]:
     return shown
 
 
-async def openapi(server: Server, call: Call) -> None:
+async def openapi(_: Server, call: Call) -> None:
     """The OpenAPI 3.1 document."""
     from edgellm.server.openapi import document
 
     await call.reply(document())
 
 
-async def docs(server: Server, call: Call) -> None:
+async def docs(_: Server, call: Call) -> None:
     """The document as a page."""
     await call.reply(pages.DOCS, headers=_HTML)
 

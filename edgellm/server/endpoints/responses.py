@@ -10,12 +10,12 @@ from typing import Any, Final
 import msgspec
 
 from edgellm.chat import ContentDelta, PreparedChat, ReasoningDelta, ToolCallStart, prepare_chat
-from edgellm.errors import EdgeLLMError, InvalidRequestError
+from edgellm.errors import InvalidRequestError
 from edgellm.request import FinishReason, Overflow, Request, TokenEvent, Usage
 from edgellm.server import generate
 from edgellm.server.core import Server, View
 from edgellm.server.endpoints.chat import Choice, grammar_of, make_request, refuse_media
-from edgellm.server.errors import Problem, problem
+from edgellm.server.errors import Problem
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.wire.common import sampling_params
 from edgellm.server.wire.responses import InputItem, InputPart, ResponseBody
@@ -60,6 +60,7 @@ async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -
         raise InvalidRequestError("input is empty", param="input")
     prepared, prompt = _render(view, body, messages)
     wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if wants_logprobs else {}
     sampling = sampling_params(
         body,
         server.options.sampling,
@@ -68,9 +69,11 @@ async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -
         logit_bias=await generate.logit_bias(body, view),
         grammar=grammar_of(prepared, body),
         n=1,
-        **({"logprobs": body.top_logprobs or 0} if wants_logprobs else {}),
+        **more,
     )
-    request = await make_request(server, call, view, body, prepared, prompt, sampling)
+    request = await make_request(
+        server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
+    )
     if body.truncation == "auto":
         turns = prepared.turn_starts
         request = msgspec.structs.replace(request, overflow=Overflow.SLIDE, turn_starts=turns)
@@ -111,7 +114,9 @@ def _shown_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     shown = []
     for item in items:
         plain = {"type": item.type, **msgspec.to_builtins(item)}
-        plain.setdefault("id", ("msg_" if item.type == "message" else "item_") + secrets.token_hex(12))
+        plain.setdefault(
+            "id", ("msg_" if item.type == "message" else "item_") + secrets.token_hex(12)
+        )
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             plain["content"] = [{"type": kind, "text": item.content}]
@@ -203,7 +208,8 @@ def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
         if tool.type != "function" or not tool.name:
             what = "a function has no name" if tool.type == "function" else "is not supported"
             raise InvalidRequestError(f"tool {tool.type!r}: {what}", param=f"tools[{i}]")
-        function = {"name": tool.name, "parameters": tool.parameters or {"type": "object"}}
+        function: dict[str, Any] = {"name": tool.name}
+        function["parameters"] = tool.parameters or {"type": "object"}
         if tool.description is not None:
             function["description"] = tool.description
         if tool.strict is not None:
@@ -235,7 +241,11 @@ def _format(body: ResponseBody) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if fmt.schema is None:
         raise InvalidRequestError("text.format has no schema", param="text.format.schema")
-    inner = {"name": fmt.name or "response", "schema": fmt.schema, "strict": fmt.strict is not False}
+    inner = {
+        "name": fmt.name or "response",
+        "schema": fmt.schema,
+        "strict": fmt.strict is not False,
+    }
     return {"type": "json_schema", "json_schema": inner}
 
 
@@ -260,7 +270,9 @@ class Output:
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
 
     def begin(self) -> bytes:
-        """created and in_progress."""
+        """created and in_progress, the first time."""
+        if self._sequence:
+            return b""
         response = self.body("in_progress")
         return self.event("response.created", response=response) + self.event(
             "response.in_progress", response=response
@@ -287,7 +299,7 @@ class Output:
         """The last event of an answer that broke."""
         response = self.body("failed")
         response["error"] = {"code": "server_error", "message": failed.message}
-        return self.event("response.failed", response=response)
+        return self.begin() + self.event("response.failed", response=response)
 
     def _delta(self, delta: Any) -> bytes:
         if isinstance(delta, ContentDelta):
@@ -344,7 +356,12 @@ class Output:
     def _open_message(self) -> bytes:
         item = {"type": "message", "role": "assistant", "content": []}
         opened = self._open(item, "msg_")
-        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        part: dict[str, Any] = {
+            "type": "output_text",
+            "text": "",
+            "annotations": [],
+            "logprobs": [],
+        }
         self.items[-1]["content"].append(part)
         return opened + self.event(
             "response.content_part.added", **self._where(), content_index=0, part=part
@@ -526,29 +543,15 @@ async def _whole(server: Server, call: Call, view: View, job: Job) -> None:
 
 
 async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
-    stream = server.hub.open(call)
     output = Output(job, view)
-    begun = False
-    try:
+    async with server.streaming(call, output.fail) as stream:
         async for event in generate.events(server, call, view, job.request):
-            chunk = b"" if begun else output.begin()
-            begun = True
-            chunk += output.take(event)
+            chunk = output.begin() + output.take(event)
             if chunk:
                 await stream.write(chunk)
         _store(server, call, job, output, output.body(output.status()))
         await stream.write(output.end())
         await stream.end()
-    except EdgeLLMError as error:
-        if not call.is_started:
-            raise
-        failed = problem(error)
-        call.log["error"] = failed.kind
-        server.metrics.add("edgellm_errors_total", **{"class": failed.kind})
-        await stream.write((b"" if begun else output.begin()) + output.fail(failed))
-        await stream.end()
-    finally:
-        stream.drop()
 
 
 def _id(call: Call, suffix: str = "") -> str:

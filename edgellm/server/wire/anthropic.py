@@ -7,7 +7,7 @@ from typing import Any, Literal
 from edgellm.server.wire.common import SamplingFields, Wire
 
 
-class Source(Wire):
+class Source(Wire, kw_only=True):
     """Where an image or document is."""
 
     type: str
@@ -16,7 +16,7 @@ class Source(Wire):
     url: str | None = None
 
 
-class Block(Wire):
+class Block(Wire, kw_only=True):
     """A content block of a message; which fields it has depends on its type."""
 
     type: str
@@ -33,14 +33,14 @@ class Block(Wire):
     is_error: bool | None = None
 
 
-class MessageParam(Wire):
+class MessageParam(Wire, kw_only=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class ToolParam(Wire):
+class ToolParam(Wire, kw_only=True):
     """A tool the model may call."""
 
     name: str
@@ -49,28 +49,28 @@ class ToolParam(Wire):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoiceParam(Wire):
+class ToolChoiceParam(Wire, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingParam(Wire):
+class ThinkingParam(Wire, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
-class OutputFormat(Wire):
+class OutputFormat(Wire, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Wire):
+class OutputConfig(Wire, kw_only=True):
     format: OutputFormat | None = None
     effort: str | None = None
 
 
-class Conversation(SamplingFields):
+class Conversation(SamplingFields, kw_only=True):
     """What counting and answering share."""
 
     messages: list[MessageParam]
@@ -83,11 +83,11 @@ class Conversation(SamplingFields):
     output_config: OutputConfig | None = None
 
 
-class CountBody(Conversation):
+class CountBody(Conversation, kw_only=True):
     """``POST /v1/messages/count_tokens``."""
 
 
-class MessagesBody(Conversation):
+class MessagesBody(Conversation, kw_only=True):
     """``POST /v1/messages``."""
 
     max_tokens: int

@@ -23,7 +23,7 @@ class Wire(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base of every body."""
 
 
-class SamplingFields(Wire):
+class SamplingFields(Wire, kw_only=True):
     """How tokens are chosen, under every name that clients use."""
 
     temperature: float | None = None
@@ -60,14 +60,14 @@ class SamplingFields(Wire):
     user: str | None = None
 
 
-class StreamOptions(Wire):
+class StreamOptions(Wire, kw_only=True):
     """OpenAI's ``stream_options``."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class JsonSchemaFormat(Wire):
+class JsonSchemaFormat(Wire, kw_only=True):
     """The schema of a ``json_schema`` response format."""
 
     name: str = "response"
@@ -76,7 +76,7 @@ class JsonSchemaFormat(Wire):
     description: str | None = None
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(Wire, kw_only=True):
     """OpenAI's ``response_format``; ``schema`` beside json_object is llama-server's way."""
 
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
@@ -152,7 +152,9 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
         return ()
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if any(len(s) > MAX_STOP_CHARS for s in strings):
-        raise InvalidRequestError(f"a stop string is over {MAX_STOP_CHARS} characters", param="stop")
+        raise InvalidRequestError(
+            f"a stop string is over {MAX_STOP_CHARS} characters", param="stop"
+        )
     return strings
 
 
@@ -176,7 +178,9 @@ def priority_of(fields: SamplingFields, default: Priority) -> Priority:
         return Priority[value.upper()]
     except KeyError:
         names = ", ".join(p.name.lower() for p in Priority)
-        raise InvalidRequestError(f"priority must be {names} or a number", param="priority") from None
+        raise InvalidRequestError(
+            f"priority must be {names} or a number", param="priority"
+        ) from None
 
 
 def explicit_grammar(fields: SamplingFields) -> Grammar | None:

@@ -8,14 +8,14 @@ from edgellm.server.wire.common import ResponseFormat, SamplingFields, Wire
 from edgellm.server.wire.openai import EmbeddingInput
 
 
-class PromptObject(Wire):
+class PromptObject(Wire, kw_only=True):
     """A prompt as an object; media is refused."""
 
     prompt_string: str
     multimodal_data: Any = None
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(SamplingFields, kw_only=True):
     """``POST /completion``."""
 
     prompt: str | list[str | int | list[int | str] | PromptObject] | PromptObject
@@ -31,14 +31,14 @@ class CompletionBody(SamplingFields):
     id_slot: int | None = None
 
 
-class InfillExtra(Wire):
+class InfillExtra(Wire, kw_only=True):
     """A file of the project, as context."""
 
     text: str
     filename: str = "tmp"
 
 
-class InfillBody(SamplingFields):
+class InfillBody(SamplingFields, kw_only=True):
     """``POST /infill``."""
 
     input_prefix: str = ""
@@ -51,7 +51,7 @@ class InfillBody(SamplingFields):
     response_fields: list[str] | None = None
 
 
-class TokenizeBody(Wire):
+class TokenizeBody(Wire, kw_only=True):
     """``POST /tokenize``; vLLM calls the text ``prompt``."""
 
     content: str | None = None
@@ -62,14 +62,14 @@ class TokenizeBody(Wire):
     with_pieces: bool = False
 
 
-class DetokenizeBody(Wire):
+class DetokenizeBody(Wire, kw_only=True):
     """``POST /detokenize``."""
 
     tokens: list[int]
     model: str | None = None
 
 
-class EmbeddingBody(Wire):
+class EmbeddingBody(Wire, kw_only=True):
     """``POST /embedding``."""
 
     content: str | list[str | int | list[int | str]] | None = None
@@ -78,7 +78,7 @@ class EmbeddingBody(Wire):
     embd_normalize: int | None = None
 
 
-class RerankBody(Wire):
+class RerankBody(Wire, kw_only=True):
     """``POST /v1/rerank``; ``texts`` is TEI's name for the documents."""
 
     query: str
@@ -91,20 +91,20 @@ class RerankBody(Wire):
     raw_scores: bool | None = None
 
 
-class ModelBody(Wire):
+class ModelBody(Wire, kw_only=True):
     """A model by name."""
 
     model: str
     force: bool = False
 
 
-class CancelBody(Wire):
+class CancelBody(Wire, kw_only=True):
     """A running or waiting request, by the id that /v1/edgellm/stats shows."""
 
     request_id: str
 
 
-class PlanBody(Wire):
+class PlanBody(Wire, kw_only=True):
     """``POST /v1/edgellm/plan``: the planner's question, as the plan command's flags."""
 
     model: str

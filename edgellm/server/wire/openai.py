@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's chat completions, completions and embeddings, with the extensions of others."""
+"""Bodies of OpenAI's chat completions, completions and embeddings, with others' extensions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgellm.server.wire.common import ResponseFormat, SamplingFields, StreamOpt
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
-class ContentPart(Wire):
+class ContentPart(Wire, kw_only=True):
     """One part of a message: text, a refusal, or media (which text models refuse)."""
 
     type: str
@@ -20,14 +20,14 @@ class ContentPart(Wire):
     file: Any = None
 
 
-class FunctionCall(Wire):
+class FunctionCall(Wire, kw_only=True):
     """A call as the model made it; ``arguments`` is JSON text (an object is accepted too)."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Wire):
+class ToolCall(Wire, kw_only=True):
     """A tool call of an assistant message. A null id is filled in."""
 
     function: FunctionCall
@@ -36,7 +36,7 @@ class ToolCall(Wire):
     index: int | None = None
 
 
-class ChatMessage(Wire):
+class ChatMessage(Wire, kw_only=True):
     """One message of a conversation."""
 
     role: Role
@@ -50,7 +50,7 @@ class ChatMessage(Wire):
     function_call: FunctionCall | None = None
 
 
-class FunctionDefinition(Wire):
+class FunctionDefinition(Wire, kw_only=True):
     """A tool's function: its name, what it does, and the JSON Schema of its arguments."""
 
     name: str
@@ -59,23 +59,23 @@ class FunctionDefinition(Wire):
     strict: bool | None = None
 
 
-class Tool(Wire):
+class Tool(Wire, kw_only=True):
     """A tool the model may call."""
 
     type: str
     function: FunctionDefinition | None = None
 
 
-class ToolChoiceFunction(Wire):
+class ToolChoiceFunction(Wire, kw_only=True):
     name: str
 
 
-class AllowedTools(Wire):
+class AllowedTools(Wire, kw_only=True):
     mode: Literal["auto", "required"] = "auto"
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
 
 
-class ToolChoice(Wire):
+class ToolChoice(Wire, kw_only=True):
     """One named tool, or a subset of the tools."""
 
     type: str = "function"
@@ -83,7 +83,7 @@ class ToolChoice(Wire):
     allowed_tools: AllowedTools | None = None
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
@@ -109,7 +109,7 @@ class ChatBody(SamplingFields):
     store: bool | None = None
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(SamplingFields, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[str | int | list[int]]
@@ -124,19 +124,19 @@ class CompletionBody(SamplingFields):
     response_format: ResponseFormat | None = None
 
 
-class EmbeddingPart(Wire):
+class EmbeddingPart(Wire, kw_only=True):
     type: str
     text: str | None = None
 
 
-class EmbeddingInput(Wire):
+class EmbeddingInput(Wire, kw_only=True):
     """llama-server's object entries."""
 
     prompt_string: str | None = None
     content: list[EmbeddingPart] | None = None
 
 
-class EmbeddingBody(Wire):
+class EmbeddingBody(Wire, kw_only=True):
     """``POST /v1/embeddings``."""
 
     input: str | list[str | int | list[int | str] | EmbeddingInput] | EmbeddingInput

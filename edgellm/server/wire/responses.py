@@ -7,7 +7,7 @@ from typing import Any, Literal
 from edgellm.server.wire.common import SamplingFields, Wire
 
 
-class InputPart(Wire):
+class InputPart(Wire, kw_only=True):
     """A part of an input message."""
 
     type: str
@@ -15,7 +15,7 @@ class InputPart(Wire):
     refusal: str | None = None
 
 
-class InputItem(Wire):
+class InputItem(Wire, kw_only=True):
     """One item of the input: a message, a call, its output, or thinking."""
 
     type: str = "message"
@@ -30,7 +30,7 @@ class InputItem(Wire):
     summary: list[InputPart] | None = None
 
 
-class ResponseTool(Wire):
+class ResponseTool(Wire, kw_only=True):
     """A function tool; its fields are flat here."""
 
     type: str
@@ -40,14 +40,14 @@ class ResponseTool(Wire):
     strict: bool | None = None
 
 
-class NamedTool(Wire):
+class NamedTool(Wire, kw_only=True):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class TextFormat(Wire):
+class TextFormat(Wire, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -55,17 +55,17 @@ class TextFormat(Wire):
     description: str | None = None
 
 
-class TextConfig(Wire):
+class TextConfig(Wire, kw_only=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class ReasoningConfig(Wire):
+class ReasoningConfig(Wire, kw_only=True):
     effort: str | None = None
     summary: str | None = None
 
 
-class ResponseBody(SamplingFields):
+class ResponseBody(SamplingFields, kw_only=True):
     """``POST /v1/responses``."""
 
     input: str | list[InputItem]
