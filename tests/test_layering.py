@@ -27,6 +27,7 @@ LEVELS = {
     "planner": 2,
     "engine": 2,
     "chat": 2,
+    "library": 3,
     "runtime": 3,
     "server": 4,
     "bench": 4,

@@ -50,6 +50,7 @@ __all__ = [
     "TensorInfo",
     "check_file",
     "parse_header",
+    "peek",
     "read_gguf",
     "shard_paths",
 ]
@@ -67,6 +68,7 @@ INT64_MAX: Final = 2**63 - 1
 KEPT_ARRAY: Final = 64 * KiB
 FIRST_READ: Final = 1 * MiB
 MAX_READ: Final = 4 * MiB
+PEEK: Final = 8 * KiB
 
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
@@ -220,6 +222,25 @@ def read_gguf(path: str | Path) -> GGUFFile:
     headers = tuple(header if p == first else _read_shard(p) for p in paths)
     check_shards(paths, headers)
     return assemble(paths, headers)
+
+
+def peek(path: str | Path) -> dict[str, MetaValue]:
+    """The metadata that stands in the first bytes, before the tokenizer: architecture and name.
+
+    A tenth of a millisecond, for lists of many models. Empty for what is not a readable GGUF.
+    """
+    metadata: dict[str, MetaValue] = {}
+    try:
+        with open(path, "rb") as file:
+            cursor = _Cursor(str(path), file.read(PEEK), None, None)
+        _parse_version(cursor)
+        cursor.pos += 8  # the number of tensors
+        for _ in range(min(cursor.uint64("the number of keys"), MAX_KEYS)):
+            key, _type, value = _parse_pair(cursor)
+            metadata[key] = value
+    except (OSError, GGUFError):
+        pass  # the prefix ended, or the file is something else: what was read is the answer
+    return metadata
 
 
 def check_file(path: str | Path) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from huggingface_hub import HfApi, get_token, hf_hub_url
@@ -25,11 +26,12 @@ from huggingface_hub.errors import (
 from edgellm.config import StoreSettings
 from edgellm.errors import DownloadError, EdgeLLMError, ModelNotFoundError, StoreError
 from edgellm.store.catalog import HubRef
+from edgellm.store.files import Choice, Listing, Remote
 from edgellm.store.names import display_name, is_projector, quant_of
 from edgellm.store.others import group_shards, hf_cache
 from edgellm.store.pull import Check, Order, Target, pull
 from edgellm.store.records import Record
-from edgellm.store.transfer import Listener, Remote
+from edgellm.store.transfer import Listener
 from edgellm.web import StatusError, TransientError
 
 _T = TypeVar("_T")
@@ -40,33 +42,6 @@ _HTTP_ERROR: Final[type[Exception]] = next(
     OSError,
 )
 _COMMIT_LENGTH: Final = 40
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of a repository: all shards of one quantisation."""
-
-    name: str
-    quant: str
-    files: tuple[Remote, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(file.size or 0 for file in self.files)
-
-
-class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """A repository at one commit."""
-
-    repo: str
-    commit: str
-    revision: str
-    choices: tuple[Choice, ...]
-    """By size, the largest first."""
-    projectors: tuple[Remote, ...] = ()
-    license: str | None = None
-    downloads: int | None = None
-    is_gated: bool = False
-    base_model: str | None = None
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +150,11 @@ def fetch(
         )
     except StatusError as error:
         raise explain(error, repo) from error
+
+
+def repo_of(url: str) -> str:
+    """The repository of a file's address."""
+    return "/".join(urlsplit(url).path.strip("/").split("/resolve/")[0].split("/")[-2:])
 
 
 def explain(error: DownloadError, repo: str) -> EdgeLLMError:

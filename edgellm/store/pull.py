@@ -19,10 +19,11 @@ import msgspec
 from edgellm.config import StoreSettings
 from edgellm.errors import GGUFError, StoreError
 from edgellm.store import records, transfer
+from edgellm.store.files import Remote
 from edgellm.store.locks import locked
 from edgellm.store.names import SHARD, display_name
 from edgellm.store.records import FileRecord, Record
-from edgellm.store.transfer import Listener, Remote
+from edgellm.store.transfer import Listener
 
 # Raises GGUFError when the file at the path is not a sound GGUF; injected by the caller.
 Check = Callable[[Path], None]

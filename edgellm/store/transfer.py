@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import msgspec
-
 from edgellm.errors import ChecksumError, DiskFullError, DownloadError
+from edgellm.store.files import Remote
 from edgellm.units import MiB, format_bytes
 from edgellm.web import Response, TransientError, open_url
 
@@ -31,17 +30,6 @@ BACK_OFF_S: Final = (1.0, 30.0)
 MAX_RETRY_AFTER_S: Final = 120.0
 # Left free on a disk, so that a download never fills it to the last byte.
 DISK_RESERVE: Final = 64 * MiB
-
-
-class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file somewhere else. What is unknown is None and not checked."""
-
-    url: str
-    name: str
-    size: int | None = None
-    sha256: str | None = None
-    git_sha1: str | None = None
-    """For small files that the hub keeps in git: SHA-1 over ``blob <size>\\0`` and the bytes."""
 
 
 class Listener:
