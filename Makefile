@@ -3,16 +3,31 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check --quiet
 # The RPC backend costs a few seconds of compiling and lets tests offload layers without a GPU.
 export CMAKE_ARGS ?= -DGGML_RPC=ON
+# Test files side by side, each whole in one process; one worker a core.
+PYTEST_ARGS ?= -n auto --dist loadfile
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test lint types check docs packaging dist audit clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "edgellm needs Python 3.10 to 3.13; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@command -v c++ >/dev/null || \
+	  { echo "a C++ compiler is needed to build the engine; try: sudo apt install build-essential"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(PIP) install --upgrade 'pip>=25.1'
+	touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.python
 	@echo "Installing. The engine is compiled once (about 10 minutes on two cores), then cached."
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[starter]' --group dev
+	$(PIP) install --editable '.[engine,starter]' --group dev
+	touch $@
+
+# The tools of docs, packaging and releases; nothing of the product needs them.
+$(VENV)/.tools: pyproject.toml $(VENV)/.python
+	$(PIP) install --group release
 	touch $@
 
 demo: $(VENV)/.installed
@@ -20,7 +35,7 @@ demo: $(VENV)/.installed
 	$(BIN)/edgellm chat starter --stats -p 'In one sentence: what is the capital of France known for?'
 
 test: $(VENV)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -29,7 +44,27 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types docs packaging dist test
+
+docs: $(VENV)/.installed $(VENV)/.tools
+	$(BIN)/python docs/reference.py --check
+	$(BIN)/mkdocs build --quiet --strict
+
+packaging: $(VENV)/.installed $(VENV)/.tools
+	PATH="$(CURDIR)/$(BIN):$$PATH" packaging/check.sh
+
+dist: $(VENV)/.tools
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . >/dev/null
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	@$(BIN)/python packaging/wheel_size.py dist/*.whl
+
+# Asks the network: known vulnerabilities, licences, the bill of materials.
+audit: $(VENV)/.installed $(VENV)/.tools
+	$(BIN)/pip-audit --skip-editable
+	$(BIN)/cyclonedx-py environment --output-file dist/sbom.json $(BIN)/python
+	$(BIN)/python packaging/licences.py --check
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
