@@ -57,20 +57,23 @@ _EPILOGUE: Final = (
 )
 
 
-def build_app(first: str | None = None) -> App:
-    """The application; ``first`` is the command being run, whose own docstring becomes its help."""
+def build_app(first: str | None = None, *, documented: bool = False) -> App:
+    """The application; ``first`` is the command being run, whose own docstring becomes its help.
+
+    ``documented`` gives every command its own docstring, which imports them all: for the manual.
+    """
     app = App(
         name="edgellm",
         help="Run GGUF models with llama.cpp, planned to the MiB, on the machine you own.",
         help_epilogue=None if first is not None else _EPILOGUE,
-        help_format="plaintext" if first is None else "markdown",
+        help_format="plaintext" if first is None and not documented else "markdown",
         default_parameter=Parameter(negative=()),
         version=f"edgellm {__version__}",
         result_action="return_value",
         group_commands=Group("Other", sort_key=9),
     )
     for order, (name, where, group, line) in enumerate(COMMANDS):
-        about = None if name == first else line
+        about = None if documented or name == first else line
         app.command(where, name=name, help=about, group=group, sort_key=order)
     return app
 
