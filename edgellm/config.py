@@ -37,6 +37,8 @@ SECRET_KEYS: Final = {"serve.api_key"}
 
 # Bytes; written as 6GiB, 512MiB or a number.
 Size = Annotated[int | None, Meta(extra={"size": True})]
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
 OnOff = Literal["on", "off"]
 OnOffAuto = Literal["on", "off", "auto"]
 
@@ -44,29 +46,29 @@ OnOffAuto = Literal["on", "off", "auto"]
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner is asked for; None lets it choose."""
 
-    ctx: Annotated[int | None, Meta(description="cells for all sequences together")] = None
-    parallel: Annotated[int | None, Meta(description="sequences at once")] = None
+    ctx: Annotated[Positive | None, Meta(description="cells for all sequences together")] = None
+    parallel: Annotated[Positive | None, Meta(description="sequences at once")] = None
     ngl: Annotated[str | None, Meta(description="layers on the GPU: N, auto or all")] = None
-    batch: Annotated[int | None, Meta(description="tokens a decode call takes")] = None
-    ubatch: Annotated[int | None, Meta(description="tokens computed at once")] = None
-    outputs: Annotated[int | None, Meta(description="rows of logits reserved a step")] = None
+    batch: Annotated[Positive | None, Meta(description="tokens a decode call takes")] = None
+    ubatch: Annotated[Positive | None, Meta(description="tokens computed at once")] = None
+    outputs: Annotated[Natural | None, Meta(description="rows of logits reserved a step")] = None
     type_k: Annotated[str | None, Meta(description="K cache type: f16, q8_0, q4_0 ...")] = None
     type_v: Annotated[str | None, Meta(description="V cache type")] = None
     flash_attn: Annotated[OnOffAuto | None, Meta(description="flash attention")] = None
-    n_cpu_moe: Annotated[int | None, Meta(description="layers whose experts stay on the host")] = (
-        None
-    )
+    n_cpu_moe: Annotated[
+        Natural | None, Meta(description="layers whose experts stay on the host")
+    ] = None
     swa_full: Annotated[bool | None, Meta(description="full-size sliding-window cache")] = None
     kv_unified: Annotated[OnOff | None, Meta(description="one cache for all sequences")] = None
     tensor_split: Annotated[str | None, Meta(description="share a card, such as 3,1")] = None
     split_mode: Annotated[
         Literal["none", "layer", "row"] | None, Meta(description="how several cards share")
     ] = None
-    main_gpu: Annotated[int | None, Meta(description="the card that holds what is not split")] = (
-        None
-    )
-    threads: Annotated[int | None, Meta(description="CPU threads for decoding")] = None
-    threads_batch: Annotated[int | None, Meta(description="CPU threads for prompts")] = None
+    main_gpu: Annotated[
+        Natural | None, Meta(description="the card that holds what is not split")
+    ] = None
+    threads: Annotated[Positive | None, Meta(description="CPU threads for decoding")] = None
+    threads_batch: Annotated[Positive | None, Meta(description="CPU threads for prompts")] = None
     mmap: Annotated[bool | None, Meta(description="map the file instead of reading it")] = None
     mlock: Annotated[bool | None, Meta(description="keep the weights from being swapped")] = None
     vram: Annotated[
@@ -77,7 +79,7 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     margin: Annotated[Size, Meta(description="bytes kept free a device")] = None
     overhead: Annotated[Size, Meta(description="bytes a device takes outside the buffers")] = None
     objective: Annotated[Literal["speed", "context"], Meta(description="what to prefer")] = "speed"
-    min_ctx: Annotated[int | None, Meta(description="the smallest context to fall to")] = None
+    min_ctx: Annotated[Positive | None, Meta(description="the smallest context to fall to")] = None
     allow_q4_kv: Annotated[bool, Meta(description="let the planner choose a q4_0 cache")] = False
     draft_model: Annotated[str | None, Meta(description="a smaller model to draft with")] = None
     mmproj: Annotated[str | None, Meta(description="the vision projector's file")] = None
@@ -107,7 +109,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="the address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="0 takes a free one")] = 8080
+    port: Annotated[int, Meta(ge=0, le=65535, description="0 takes a free one")] = 8080
     api_key: Annotated[tuple[str, ...], Meta(description="keys that clients must send")] = ()
     insecure: Annotated[bool, Meta(description="allow another address without a key")] = False
     cors_origins: Annotated[

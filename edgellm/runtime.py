@@ -32,6 +32,7 @@ from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.planner.types import KV_BLOCK
 from edgellm.store import catalog
 from edgellm.units import parse_bytes
 
@@ -111,8 +112,8 @@ def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
         n_batch=plan.batch,
         n_ubatch=plan.ubatch,
         n_outputs_max=plan.outputs,
-        type_k=plan.type_k,
-        type_v=plan.type_v,
+        type_k=_kv_type("type_k", plan.type_k),
+        type_v=_kv_type("type_v", plan.type_v),
         flash_attn=plan.flash_attn,
         n_cpu_moe=plan.n_cpu_moe,
         swa_full=plan.swa_full,
@@ -131,7 +132,8 @@ def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
         draft_model=plan.draft_model,
         mmproj=plan.mmproj,
         min_ctx=plan.min_ctx,
-        allow_q4_kv=plan.allow_q4_kv,
+        # Asked for by name, q4 is no surprise.
+        allow_q4_kv=plan.allow_q4_kv or "q4" in f"{plan.type_k} {plan.type_v}",
         force=plan.force,
     )
 
@@ -156,6 +158,13 @@ def _backend(plan: PlanSettings) -> str | None:
         return plan.backend
     known = ", ".join(devices_.BACKENDS)
     raise ConfigError(f"plan.backend: {plan.backend!r} is none of {known}", hint="edgellm config")
+
+
+def _kv_type(key: str, text: str | None) -> str | None:
+    if text is not None and text not in KV_BLOCK:
+        known = ", ".join(KV_BLOCK)
+        raise ConfigError(f"plan.{key}: {text!r} is no cache type; one of {known}")
+    return text
 
 
 def _n_gpu_layers(text: str | None) -> int | None:
