@@ -40,7 +40,7 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
     ("verify", "edgellm.cli.verify:verify", _MODELS, "Check a model's bytes and structure."),
     ("import", "edgellm.cli.import_:import_", _MODELS, "Use a model another program downloaded."),
     ("quantize", "edgellm.cli.quantize:quantize", _MODELS, "Write a smaller copy of a model."),
-    ("bench", "edgellm.cli.bench:bench", _MEASURE, "Measure speed and memory; compare runs."),
+    ("bench", "edgellm.cli.bench:app", _MEASURE, "Measure speed and memory; compare runs."),
     ("tune", "edgellm.cli.tune:tune", _MEASURE, "Search for better settings by measuring."),
     ("eval", "edgellm.cli.eval:eval_", _MEASURE, "Check answer quality: perplexity and tasks."),
     ("doctor", "edgellm.cli.doctor:doctor", _MACHINE, "What this machine has, and what is wrong."),

@@ -1,0 +1,164 @@
+"""Every run ever made, in one SQLite file: nothing is overwritten, everything can be compared."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from edgellm.bench.results import BenchRun
+from edgellm.errors import ConfigError, EdgeLLMError
+from edgellm.paths import state_dir
+
+_VERSION: Final = 1
+_SCHEMA: Final = """
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    started TEXT NOT NULL,
+    label TEXT NOT NULL,
+    target TEXT NOT NULL,
+    model TEXT NOT NULL,
+    digest TEXT,
+    scenario TEXT NOT NULL,
+    headline TEXT NOT NULL,
+    document BLOB NOT NULL
+);
+CREATE INDEX runs_by_model ON runs (model, kind);
+CREATE TABLE profiles (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at TEXT NOT NULL,
+    name TEXT NOT NULL,
+    text BLOB,
+    previous TEXT
+);
+"""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as ``bench ls`` shows it."""
+
+    id: int
+    kind: str
+    """bench, tune or eval."""
+    started: str
+    label: str
+    target: str
+    model: str
+    scenario: str
+    headline: str
+
+
+class Archive:
+    """The file; made on first use, safe with several processes."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or state_dir() / "bench.sqlite3"
+
+    @contextmanager
+    def open(self) -> Iterator[sqlite3.Connection]:
+        """A connection in one transaction; the schema is there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
+                self._prepare(db)
+                yield db
+        except sqlite3.DatabaseError as error:
+            raise EdgeLLMError(
+                f"{self.path}: {error}", hint="move the file away; a new one is made"
+            ) from error
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == _VERSION:
+            return
+        if version > _VERSION:
+            raise EdgeLLMError(f"{self.path} is of a later version of edgellm ({version})")
+        db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={_VERSION};COMMIT;")
+
+    def add(self, run: BenchRun) -> int:
+        """Keep a benchmark run; its number."""
+        return self.add_document(
+            kind="bench",
+            started=run.started,
+            label=run.label,
+            target=run.target.name,
+            model=run.target.model,
+            digest=run.target.model_digest,
+            scenario=run.config.scenario.name,
+            headline=headline(run),
+            document=msgspec.json.encode(run),
+        )
+
+    def add_document(
+        self,
+        *,
+        kind: str,
+        started: str,
+        label: str,
+        target: str,
+        model: str,
+        digest: str | None,
+        scenario: str,
+        headline: str,
+        document: bytes,
+    ) -> int:
+        """Keep a document of any kind; its number."""
+        values = (kind, started, label, target, model, digest, scenario, headline, document)
+        with self.open() as db:
+            cursor = db.execute(
+                "INSERT INTO runs (kind, started, label, target, model, digest, scenario,"
+                " headline, document) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                values,
+            )
+            return int(cursor.lastrowid or 0)
+
+    def entries(self, *, kind: str | None = None, limit: int = 50) -> list[Entry]:
+        """The newest runs first."""
+        with self.open() as db:
+            rows = db.execute(
+                "SELECT id, kind, started, label, target, model, scenario, headline FROM runs"
+                " WHERE ?1 IS NULL OR kind = ?1 ORDER BY id DESC LIMIT ?2",
+                (kind, limit),
+            ).fetchall()
+        names = Entry.__struct_fields__
+        return [Entry(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def document(self, ref: str) -> tuple[int, str, bytes]:
+        """(number, kind, JSON) of a run by number, ``last``, ``last-1`` or label (its newest)."""
+        with self.open() as db:
+            row = self._find(db, ref)
+        if row is None:
+            raise ConfigError(f"no run {ref!r}", hint="edgellm bench ls")
+        return int(row[0]), str(row[1]), bytes(row[2])
+
+    def _find(self, db: sqlite3.Connection, ref: str) -> Any:
+        select = "SELECT id, kind, document FROM runs "
+        if ref.isdecimal():
+            return db.execute(select + "WHERE id = ?", (int(ref),)).fetchone()
+        if ref == "last" or (ref.startswith("last-") and ref[5:].isdecimal()):
+            back = int(ref[5:] or 0) if ref != "last" else 0
+            return db.execute(
+                select + "WHERE kind = 'bench' ORDER BY id DESC LIMIT 1 OFFSET ?", (back,)
+            ).fetchone()
+        return db.execute(select + "WHERE label = ? ORDER BY id DESC LIMIT 1", (ref,)).fetchone()
+
+    def run(self, ref: str) -> tuple[int, BenchRun]:
+        """A benchmark run; raises ConfigError when there is none or it is of another kind."""
+        number, kind, document = self.document(ref)
+        if kind != "bench":
+            raise ConfigError(f"run {number} is a {kind} run", hint="edgellm bench ls --kind bench")
+        return number, msgspec.json.decode(document, type=BenchRun)
+
+
+def headline(run: BenchRun) -> str:
+    """The best level's rate in one phrase."""
+    rated = [(level.median("output_tps") or 0.0, level) for level in run.levels]
+    if not rated:
+        return ""
+    best, level = max(rated, key=lambda pair: pair[0])
+    return f"{best:.1f} tok/s at {level.label}"

@@ -1,0 +1,303 @@
+"""Run a benchmark: warm up until it is steady, every level, every repeat, and the conditions."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from edgellm.bench.client import clock
+from edgellm.bench.load import OnProgress, Phase, Progress, closed_phase, open_phase
+from edgellm.bench.machine import (
+    Moment,
+    conditions,
+    describe_machine,
+    listening_pid,
+    moment,
+    safety_warnings,
+)
+from edgellm.bench.results import BenchConfig, BenchRun, Level, TargetRecord
+from edgellm.bench.sample import Job, Sample
+from edgellm.bench.scenarios import make_jobs
+from edgellm.bench.stats import (
+    drift,
+    errors_by_class,
+    over_repeats,
+    phase_metrics,
+    steady_window,
+)
+from edgellm.bench.target import Target
+from edgellm.errors import EngineError
+from edgellm.metrics import percentile
+
+STEADY: Final = 0.1
+"""Two warm-up rounds agree when their rates differ by less than this."""
+N_BINS: Final = 60
+_LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """What is going on, for a progress line."""
+
+    name: str
+    """``warm-up`` or a level's label."""
+    number: int
+    of: int
+    progress: Progress | None = None
+
+
+OnStage = Callable[[Stage], None]
+
+
+class Runner:
+    """One run of one configuration against one target."""
+
+    def __init__(
+        self, target: Target, config: BenchConfig, on_stage: OnStage = lambda _: None
+    ) -> None:
+        self._target = target
+        self._config = config
+        self._on_stage = on_stage
+        self._pids = _server_pids(target)
+
+    async def run(self, *, label: str = "", model_path: str | None = None) -> BenchRun:
+        """Measure everything. Raises EngineError when not one request of the warm-up succeeds."""
+        started, begin = _now(), clock()
+        warnings = await self._warm_up()
+        before = moment(self._pids)
+        levels, lags = [], []
+        for loads in self._loads():
+            level, level_lags = await self._level(*loads)
+            levels.append(level)
+            lags += level_lags
+        after = moment(self._pids)
+        seen = conditions(before, after)
+        spread = max((_spread(level) for level in levels), default=0.0)
+        warnings += safety_warnings(seen, spread=spread, lags=lags, knows_server=bool(self._pids))
+        return BenchRun(
+            label=label,
+            started=started,
+            took_s=clock() - begin,
+            config=self._config,
+            target=self._record(after, model_path),
+            machine=describe_machine(),
+            conditions=seen,
+            levels=tuple(levels),
+            warnings=tuple(warnings + figure_warnings(levels, self._config)),
+        )
+
+    def _loads(self) -> list[tuple[int | None, float | None]]:
+        if self._config.rates:
+            return [(None, rate) for rate in self._config.rates]
+        return [(concurrency, None) for concurrency in self._config.concurrency]
+
+    async def _warm_up(self) -> list[str]:
+        """Rounds at the highest concurrency until two in a row agree."""
+        concurrency = 4 if self._config.rates else max(self._config.concurrency)
+        before = 0.0
+        for number in range(self._config.warmup_rounds):
+            jobs = self._jobs(f"warm/{number}")
+            phase = await closed_phase(
+                self._target.endpoint,
+                jobs,
+                concurrency,
+                n=concurrency,
+                timeout_s=self._config.timeout_s,
+                on_progress=self._watch("warm-up", number, self._config.warmup_rounds),
+            )
+            if not any(sample.is_ok for sample in phase.samples):
+                first = phase.samples[0]
+                raise EngineError(f"no request succeeded: {first.error}: {first.message[:300]}")
+            rate = phase_metrics(phase)["output_tps"]
+            if before and abs(rate / before - 1) < STEADY:
+                return []
+            before = rate
+        return ["the warm-up did not settle"] if self._config.warmup_rounds > 1 else []
+
+    async def _level(
+        self, concurrency: int | None, rate: float | None
+    ) -> tuple[Level, list[float]]:
+        label = f"{concurrency} at once" if rate is None else f"{rate:g} req/s"
+        phases = []
+        for number in range(self._config.repeats):
+            watch = self._watch(label, number, self._config.repeats)
+            phases.append(await self._phase(concurrency, rate, number, watch))
+        level = summarise(phases, self._config, concurrency=concurrency, rate=rate)
+        return level, [lag for phase in phases for lag in phase.lags]
+
+    async def _phase(
+        self, concurrency: int | None, rate: float | None, number: int, watch: OnProgress
+    ) -> Phase:
+        config = self._config
+        jobs = self._jobs(f"{concurrency or rate}/{number}")
+        endpoint = self._target.endpoint
+        if rate is not None:
+            n = config.n_requests or max(20, round(rate * (config.seconds or 20)))
+            return await open_phase(
+                endpoint,
+                jobs,
+                rate,
+                n=n,
+                seed=f"{config.seed}/{number}",
+                timeout_s=config.timeout_s,
+                on_progress=watch,
+            )
+        at_once = concurrency or 1
+        return await closed_phase(
+            endpoint,
+            jobs,
+            at_once,
+            n=config.n_requests or max(8, 2 * at_once),
+            seconds=config.seconds,
+            timeout_s=config.timeout_s,
+            on_progress=watch,
+        )
+
+    def _jobs(self, part: str) -> Iterator[Job]:
+        # The moment is in the seed: a server that still holds the prompts of an earlier run would
+        # otherwise answer this one from its cache.
+        seed = f"{self._config.seed}/{_now()}/{part}"
+        return make_jobs(self._config.scenario, self._target.model, seed)
+
+    def _watch(self, name: str, number: int, of: int) -> OnProgress:
+        def show(progress: Progress) -> None:
+            self._on_stage(Stage(name=name, number=number + 1, of=of, progress=progress))
+
+        return show
+
+    def _record(self, after: Moment, model_path: str | None) -> TargetRecord:
+        target = self._target
+        memory = {f"gpu{g.index}": g.memory_used for g in after.gpus}
+        if self._pids:
+            memory["resident"] = sum(map(_resident, self._pids))
+        return TargetRecord(
+            name=target.name,
+            url=target.endpoint.url,
+            model=target.model,
+            command=target.command,
+            about=target.about,
+            model_path=model_path,
+            model_digest=quick_digest(Path(model_path)) if model_path else None,
+            memory=memory,
+        )
+
+
+def summarise(
+    phases: Sequence[Phase],
+    config: BenchConfig,
+    *,
+    concurrency: int | None,
+    rate: float | None,
+) -> Level:
+    """A level's figures from its repeats."""
+    objective = config.objective
+    samples = [sample for phase in phases for sample in phase.samples]
+    repeats = [phase_metrics(p, concurrency=concurrency, objective=objective) for p in phases]
+    failed = [s for s in samples if not s.is_ok]
+    return Level(
+        concurrency=concurrency,
+        rate=rate,
+        n_requests=len(samples),
+        stats=over_repeats(repeats),
+        errors=errors_by_class(samples),
+        first_error=failed[0].message[:300] if failed else "",
+        counted_by=dict(Counter(s.counted_by for s in samples if s.is_ok)),
+        drift=_drift(phases[-1], concurrency) if phases else 0.0,
+        curves=_curves([s for s in samples if s.is_ok]),
+        timeline=_timeline(phases[-1]) if phases else (),
+    )
+
+
+def _drift(phase: Phase, concurrency: int | None) -> float:
+    good = [s for s in phase.samples if s.is_ok]
+    window = steady_window(good, concurrency) if concurrency else None
+    return drift(good, window) if window else 0.0
+
+
+def _curves(good: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
+    values = {
+        "ttft_s": [s.timings.ttft_s for s in good if s.timings.ttft_s is not None],
+        "itl_s": [b - a for s in good for a, b in pairwise(s.token_times)],
+        "e2e_s": [s.timings.e2e_s for s in good],
+    }
+    ordered = {name: sorted(v) for name, v in values.items() if v}
+    return {name: tuple(percentile(v, p) or 0.0 for p in range(101)) for name, v in ordered.items()}
+
+
+def _timeline(phase: Phase) -> tuple[tuple[float, float], ...]:
+    width = (phase.end - phase.begin) / N_BINS
+    if width <= 0:
+        return ()
+    bins = [0] * N_BINS
+    for sample in phase.samples:
+        for at in sample.token_times:
+            bins[min(N_BINS - 1, int((at - phase.begin) / width))] += 1
+    return tuple(((i + 0.5) * width, n / width) for i, n in enumerate(bins))
+
+
+def _spread(level: Level) -> float:
+    stat = level.stats.get("output_tps")
+    return stat.spread if stat is not None and level.rate is None else 0.0
+
+
+def figure_warnings(levels: Sequence[Level], config: BenchConfig) -> list[str]:
+    """What the figures themselves say against being trusted."""
+    out = []
+    for level in levels:
+        if level.errors:
+            listed = ", ".join(f"{n} {name}" for name, n in level.errors.items())
+            out.append(f"{level.label}: {listed} of {level.n_requests} ({level.first_error})")
+        if "events" in level.counted_by:
+            out.append(
+                f"{level.label}: the server told no token counts; events were counted instead"
+            )
+        if level.n_requests < 100:
+            out.append(f"{level.label}: a p99 of {level.n_requests} requests is close to their max")
+        if abs(level.drift) > 0.15:
+            out.append(f"{level.label}: the rate drifted by {level.drift:+.0%} within a repeat")
+        reused = level.median("cached_ratio") or 0.0
+        if reused > 0.2 and not config.scenario.shared_words and config.scenario.file is None:
+            out.append(f"{level.label}: {reused:.0%} of distinct prompts came from a cache")
+    return out
+
+
+def quick_digest(path: Path) -> str:
+    """Which file this is, without reading it whole: SHA-256 of its size, first and last MiB."""
+    part = 1 << 20
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        head = file.read(part)
+        file.seek(max(0, size - part))
+        tail = file.read(part)
+    digest = hashlib.sha256(str(size).encode() + head + tail).hexdigest()
+    return f"ends-sha256:{digest}"
+
+
+def _server_pids(target: Target) -> list[int]:
+    if target.pid is not None:
+        return [target.pid]
+    if target.endpoint.host not in _LOCAL:
+        return []
+    pid = listening_pid(target.endpoint.port)
+    return [] if pid is None else [pid]
+
+
+def _resident(pid: int) -> int:
+    try:
+        root = psutil.Process(pid)
+        return sum(p.memory_info().rss for p in [root, *root.children(recursive=True)])
+    except psutil.Error:
+        return 0
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
