@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -227,13 +227,28 @@ def write_tensor(
         left -= n
 
 
+def n_tokens(vocab: Path) -> int:
+    """How many tokens a tokenizer-only GGUF has."""
+    cursor = Cursor(read_header(vocab.read_bytes())[0]["tokenizer.ggml.tokens"])
+    cursor.string()
+    cursor.at += 8
+    return cursor.take("Q")
+
+
 def write_model(
-    name: str, path: Path, *, vocab: Path | None = None, sparse: bool = False, seed: int = 1
+    name: str, path: Path, *, vocabs: Sequence[Path] = (), sparse: bool = False, seed: int = 1
 ) -> int:
-    """Write the model called ``name`` (see ``headers/``) and return its size in bytes."""
+    """Write the model called ``name`` (see ``headers/``) and return its size in bytes.
+
+    Of ``vocabs`` the largest that the model has room for is taken.
+    """
     metadata, tensors = read_header((HEADERS / f"{name}.gguf-header").read_bytes())
-    embedding = next(t for t in tensors if t.name == "token_embd.weight")
-    header = encode_header(joined_metadata(metadata, vocab, embedding.dims[1]), tensors)
+    n_vocab = next(t for t in tensors if t.name == "token_embd.weight").dims[1]
+    fitting = [vocab for vocab in vocabs if n_tokens(vocab) <= n_vocab]
+    if vocabs and not fitting:
+        raise SystemExit(f"{name} has {n_vocab} tokens: none of the vocabularies is that small")
+    vocab = max(fitting, key=n_tokens, default=None)
+    header = encode_header(joined_metadata(metadata, vocab, n_vocab), tensors)
     end = max(t.offset + t.n_bytes for t in tensors)
     rng = np.random.default_rng(seed)
     patterns: dict[int, bytes] = {}
@@ -252,10 +267,10 @@ def main() -> None:
     names = json.loads((HEADERS / "file_bytes.json").read_text())
     parser.add_argument("model", choices=sorted(names))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--vocab", type=Path, help="a tokenizer-only GGUF")
+    parser.add_argument("--vocab", type=Path, action="append", default=[], help="a tokenizer GGUF")
     parser.add_argument("--sparse", action="store_true", help="a hole instead of weights")
     args = parser.parse_args()
-    size = write_model(args.model, args.out, vocab=args.vocab, sparse=args.sparse)
+    size = write_model(args.model, args.out, vocabs=args.vocab, sparse=args.sparse)
     print(f"{args.out}: {size / 2**20:.0f} MiB")
 
 

@@ -1,0 +1,341 @@
+"""Small cards: edgellm's own plan, llama-server's automatic fit and a sweep, on the same memory.
+
+A ballast leaves 4 to 24 GiB of the real card free, so capacity is emulated and bandwidth is not.
+For each model and card: edgellm's plan is loaded, its context is filled with several sequences,
+and its speed for one stream is measured; llama-server fits itself at the same context; other
+layer counts, ubatches and KV types around the plan are tried through the same engine.
+
+    python benchmarks/gpu/cards.py --out results/ --llama-server bin/llama-server \\
+        --vocab ggml-vocab-llama-bpe.gguf [--pairs 6:llama-3.1-8b,4:llama-3.1-8b]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# llama_cpp is only loaded in children; numpy (models) may come first here.
+import models
+import msgspec
+from ballast import emulated_card
+
+from edgellm import devices
+from edgellm.engine.client import Engine
+from edgellm.engine.info import EngineOptions
+from edgellm.errors import EdgeLLMError
+from edgellm.gguf.reader import read_gguf
+from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner.fit import make_plan
+from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.request import Request, SamplingParams, TokenEvent
+from edgellm.units import GiB, MiB
+
+PAIRS = (
+    (4, "qwen3-4b"),
+    (4, "llama-2-7b"),
+    (4, "llama-3.1-8b"),
+    (6, "llama-3.1-8b"),
+    (6, "qwen3-8b"),
+    (6, "gpt-oss-20b"),
+    (8, "gemma-3-12b"),
+    (8, "gpt-oss-20b"),
+    (12, "gemma-3-12b"),
+    (12, "gpt-oss-20b"),
+    (12, "qwen3-30b-a3b"),
+    (16, "qwen3-30b-a3b"),
+    (24, "qwen3-30b-a3b"),
+)
+N_PROMPT, N_OUTPUT = 512, 64
+FILLERS = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration of one server on one emulated card, and what came of it."""
+
+    name: str
+    decode_tps: float | None
+    prefill_tps: float | None
+    n_gpu_layers: int | None = None
+    detail: str = ""
+    error: str = ""
+
+
+def prompt(n: int, n_vocab: int, seed: int) -> tuple[int, ...]:
+    """Random ordinary tokens: real work for every expert and no shared prefix."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(1000, min(n_vocab, 30000)) for _ in range(n))
+
+
+async def answer(engine: Engine, tokens: tuple[int, ...], n_output: int, name: str) -> TokenEvent:
+    request = Request(
+        id=name,
+        prompt=tokens,
+        sampling=SamplingParams(max_tokens=n_output, ignore_eos=True, seed=1),
+        cache_prompt=False,
+    )
+    last: TokenEvent | None = None
+    async for event in engine.generate(request):
+        last = event
+    if last is None or last.timings is None:
+        raise RuntimeError(f"{name} ended without timings")
+    return last
+
+
+async def fill(engine: Engine) -> None:
+    """Bring several sequences to the end of the context together."""
+    room = engine.info.n_ctx // FILLERS - 8
+    n_output = min(32, room // 2)
+    jobs = [
+        answer(engine, prompt(room - n_output, engine.info.n_vocab, i), n_output, f"fill-{i}")
+        for i in range(FILLERS)
+    ]
+    await asyncio.gather(*jobs)
+
+
+async def time_plan(plan: Plan, name: str, *, filled: bool) -> tuple[Trial, dict[str, Any]]:
+    """Load, fill when asked, and time one stream (the better of two)."""
+    engine = await Engine.load(plan, options=EngineOptions(restart=False))
+    try:
+        if filled:
+            await fill(engine)
+        events = [
+            await answer(
+                engine, prompt(N_PROMPT, engine.info.n_vocab, 90 + i), N_OUTPUT, f"one-{i}"
+            )
+            for i in range(2)
+        ]
+        report = msgspec.to_builtins(engine.report)
+        used = msgspec.structs.asdict(engine.plan.params)
+    finally:
+        await engine.close()
+    timings = [event.timings for event in events if event.timings is not None]
+    detail = f"ub {used['n_ubatch']} kv {used['type_k']} cpu-moe {used['n_cpu_moe']}" + "".join(
+        f"; {step}" for step in report["fallbacks"]
+    )
+    trial = Trial(
+        name,
+        max(t.decode_tps or 0 for t in timings),
+        max(t.prefill_tps or 0 for t in timings),
+        used["n_gpu_layers"],
+        detail,
+    )
+    return trial, report
+
+
+async def attempt(plan: Plan, name: str) -> Trial:
+    try:
+        trial, report = await time_plan(plan, name, filled=False)
+    except EdgeLLMError as error:
+        return Trial(name, None, None, plan.params.n_gpu_layers, error=error.message[-160:])
+    if report["fallbacks"]:
+        return Trial(name, None, None, plan.params.n_gpu_layers, error="out of memory")
+    return trial
+
+
+def neighbours(plan: Plan, shape: ModelShape) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Plans around edgellm's own: more and fewer layers or experts, other ubatches and KV types."""
+    p = plan.params
+    every = shape.n_layer + 1
+    layers = every if p.n_gpu_layers < 0 else min(p.n_gpu_layers, every)
+    kept = {"n_gpu_layers": layers, "n_ubatch": p.n_ubatch, "type_k": p.type_k, "type_v": p.type_v}
+    kept["n_cpu_moe"] = p.n_cpu_moe
+    if shape.n_expert:
+        for n in (p.n_cpu_moe - 2, p.n_cpu_moe - 1, p.n_cpu_moe + 2):
+            if 0 <= n <= shape.n_layer and n != p.n_cpu_moe:
+                yield f"cpu-moe {n}", kept | {"n_cpu_moe": n}
+    for n in (layers - 2, layers + 1, layers + 2):
+        if 0 <= n <= every:
+            yield f"ngl {n}", kept | {"n_gpu_layers": n}
+    for n_ubatch in {64, 256, 512} - {p.n_ubatch}:
+        yield f"ub {n_ubatch}", kept | {"n_ubatch": n_ubatch}
+
+
+def fixed_plan(shape: ModelShape, base: Plan, change: dict[str, Any]) -> Plan:
+    p = base.params
+    request = PlanRequest(
+        fixed=True,
+        force=True,
+        n_ctx=p.n_ctx,
+        n_seq_max=p.n_seq_max,
+        n_batch=max(p.n_batch, change["n_ubatch"]),
+        n_outputs_max=p.n_outputs_max,
+        flash_attn=p.flash_attn,
+        kv_unified=p.kv_unified,
+        n_threads=p.n_threads,
+        n_threads_batch=p.n_threads_batch,
+        **change,
+    )
+    return make_plan(shape, devices.probe(), request)
+
+
+@contextmanager
+def llama_server(binary: str, path: Path, n_ctx: int, log: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [binary, "-m", str(path), "-c", str(n_ctx), "-np", "1", "--port", str(port)]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            wait_healthy(f"http://127.0.0.1:{port}", process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def wait_healthy(url: str, process: subprocess.Popen[bytes], limit_s: float = 120) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < limit_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"llama-server ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError("llama-server did not become healthy")
+
+
+def completion(url: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+    body = {"prompt": tokens, "n_predict": N_OUTPUT, "ignore_eos": True, "cache_prompt": False}
+    request = urllib.request.Request(
+        f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        timings: dict[str, Any] = json.loads(reply.read())["timings"]
+    return timings
+
+
+def time_llama_server(binary: str, path: Path, plan: Plan, log: Path) -> Trial:
+    try:
+        with llama_server(binary, path, plan.params.n_ctx, log) as url:
+            runs = [completion(url, prompt(N_PROMPT, plan.model.n_vocab, 90 + i)) for i in range(2)]
+    except (RuntimeError, OSError) as error:
+        return Trial("llama-server", None, None, error=str(error)[-160:])
+    fitted = [line for line in log.read_text(errors="replace").splitlines() if "offloaded" in line]
+    return Trial(
+        "llama-server",
+        max(run["predicted_per_second"] for run in runs),
+        max(run["prompt_per_second"] for run in runs),
+        int(fitted[-1].split("offloaded ")[1].split("/")[0]) if fitted else None,
+        fitted[-1].split("offloaded ")[-1] if fitted else "",
+    )
+
+
+async def run_pair(card: int, name: str, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything for one card and one model."""
+    shape = model_shape(read_gguf(path))
+    with emulated_card(card * GiB) as free:
+        began = time.monotonic()
+        plan = make_plan(shape, devices.probe(), PlanRequest(n_ctx=args.ctx))
+        plan_s = time.monotonic() - began
+        try:
+            own, report = await time_plan(plan, "edgellm", filled=True)
+        except EdgeLLMError as error:
+            own, report = Trial("edgellm", None, None, error=error.message[-160:]), {}
+        peer = time_llama_server(args.llama_server, path, plan, args.out / f"{card}-{name}.log")
+        sweep = []
+        if args.sweep:
+            for title, change in neighbours(plan, shape):
+                sweep.append(await attempt(fixed_plan(shape, plan, change), title))
+    return {
+        "card_gib": card,
+        "model": name,
+        "free_mib": free // MiB,
+        "plan_s": round(plan_s, 4),
+        "plan": plan.to_json(),
+        "report": report,
+        "edgellm": msgspec.to_builtins(own),
+        "llama_server": msgspec.to_builtins(peer),
+        "sweep": [msgspec.to_builtins(trial) for trial in sweep],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = (
+        "GiB", "model", "verdict", "edgellm layers", "decode", "predicted", "prefill",
+        "llama-server layers", "decode", "prefill", "decode ratio", "best of the sweep",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        own, peer = row["edgellm"], row["llama_server"]
+        best = max(
+            (t for t in (own, *row["sweep"]) if t["decode_tps"]),
+            key=lambda t: t["decode_tps"],
+            default=own,
+        )
+        ratio = (own["decode_tps"] or 0) / peer["decode_tps"] if peer["decode_tps"] else None
+        cells = [
+            row["card_gib"], row["model"], row["plan"]["verdict"],
+            f"{own['n_gpu_layers']} {own['detail']}{own['error']}", tps(own["decode_tps"]),
+            tps(row["plan"]["speed"]["decode_tps"]), tps(own["prefill_tps"]),
+            f"{peer['n_gpu_layers']}{peer['error']}", tps(peer["decode_tps"]),
+            tps(peer["prefill_tps"]), "" if ratio is None else f"{ratio:.2f}x",
+            f"{best['name']} {tps(best['decode_tps'])}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def tps(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/edgellm-models"))
+    parser.add_argument("--vocab", type=Path, action="append", required=True)
+    parser.add_argument("--llama-server", required=True)
+    parser.add_argument("--pairs", help="GiB:model,...; default: the table in this file")
+    parser.add_argument("--ctx", type=int, default=4096)
+    parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    pairs = PAIRS
+    if args.pairs:
+        split = (pair.split(":") for pair in args.pairs.split(","))
+        pairs = tuple((int(gib), name) for gib, name in split)
+    results = args.out / "cards.jsonl"
+    rows = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    done = {(row["card_gib"], row["model"]) for row in rows}
+    for card, name in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        if (card, name) in done:
+            continue
+        path = args.folder / f"{name}-filled.gguf"
+        if not path.exists():
+            for old in args.folder.glob("*-filled.gguf"):  # one filled model at a time on disk
+                old.unlink()
+            models.write_model(name, path, vocabs=args.vocab)
+        row = asyncio.run(run_pair(card, name, path, args))
+        rows.append(row)
+        with results.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(table([row]).splitlines()[-1], flush=True)
+    text = table(rows)
+    (args.out / "cards.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
