@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# llama_cpp is only loaded in children; numpy (models) may come first here.
-import models
 import msgspec
+
+# llama_cpp is only loaded in children; numpy (synthetic) may come first here.
+import synthetic
 from ballast import emulated_card
 
 from edgellm import devices
@@ -326,7 +327,7 @@ def main() -> None:
         if not path.exists():
             for old in args.folder.glob("*-filled.gguf"):  # one filled model at a time on disk
                 old.unlink()
-            models.write_model(name, path, vocabs=args.vocab)
+            synthetic.write_model(name, path, vocabs=args.vocab)
         row = asyncio.run(run_pair(card, name, path, args))
         rows.append(row)
         with results.open("a") as out:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import models
+import synthetic
 
 from edgellm.units import MiB
 
@@ -66,7 +66,7 @@ def cases(names: list[str], folder: Path) -> list[Case]:
     out = []
     for name in names:
         path = folder / f"{name}.gguf"
-        models.write_model(name, path, sparse=True)
+        synthetic.write_model(name, path, sparse=True)
         shape = model_shape(read_gguf(path))
         for setting in SETTINGS:
             request = {"n_outputs_max": 1, "kv_unified": True, **setting.request}
@@ -206,7 +206,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     args.folder.mkdir(parents=True, exist_ok=True)
-    every = sorted(json.loads((models.HEADERS / "file_bytes.json").read_text()))
+    every = sorted(json.loads((synthetic.HEADERS / "file_bytes.json").read_text()))
     todo = cases(args.models.split(",") if args.models else every, args.folder)
     if args.settings:
         todo = [case for case in todo if case.setting in args.settings.split(",")]

@@ -6,8 +6,8 @@ those in llama.cpp's ``models/``, and fills every tensor with random blocks whos
 weights of about N(0, 0.02): finite everywhere, and as costly to compute as the real thing. A
 sparse file (a hole instead of weights) allocates the same memory and is written in milliseconds.
 
-    python benchmarks/gpu/models.py llama-3.1-8b out.gguf --vocab ggml-vocab-llama-bpe.gguf
-    python benchmarks/gpu/models.py gemma-3-12b out.gguf --sparse
+    python benchmarks/gpu/synthetic.py llama-3.1-8b out.gguf --vocab ggml-vocab-llama-bpe.gguf
+    python benchmarks/gpu/synthetic.py gemma-3-12b out.gguf --sparse
 """
 
 from __future__ import annotations
