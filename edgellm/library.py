@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from edgellm.config import Settings
 from edgellm.devices import Devices
-from edgellm.errors import DoesNotFitError, DownloadError, EdgeLLMError, GGUFError
+from edgellm.errors import DoesNotFitError, DownloadError, GGUFError
 from edgellm.gguf.reader import GGUFFile, read_gguf
 from edgellm.gguf.remote import read_gguf_url
 from edgellm.gguf.shape import model_shape
@@ -73,12 +74,14 @@ def choice_header(choice: Choice) -> GGUFFile:
         raise hub.explain(error, hub.repo_of(first.url)) from error
 
 
-def plan_or_none(header: GGUFFile, devices: Devices, request: PlanRequest) -> Plan | None:
-    """The plan for a model; None when it does not fit."""
-    try:
-        return make_plan(model_shape(header), devices, request)
-    except DoesNotFitError:
-        return None
+def plan_header(header: GGUFFile, devices: Devices, request: PlanRequest) -> Plan:
+    """The plan for a header. Raises DoesNotFitError."""
+    return make_plan(model_shape(header), devices, request)
+
+
+def choice_plan(choice: Choice, devices: Devices, request: PlanRequest | None = None) -> Plan:
+    """The plan for a model on the hub. Raises DoesNotFitError, DownloadError, GGUFError."""
+    return plan_header(choice_header(choice), devices, request or PlanRequest())
 
 
 def advise(
@@ -91,13 +94,12 @@ def advise(
     With a GPU the largest that runs on it whole, Q4_K_M where another is hardly larger; without,
     or when none does, Q4_K_M if it fits at all, else the largest that fits. Raises DoesNotFitError.
     """
-    request = request or PlanRequest()
     choices = [c for c in found.choices if c.quant not in _UNQUANTIZED] or list(found.choices)
 
     def plan_of(choice: Choice) -> Plan | None:
         try:
-            return plan_or_none(choice_header(choice), devices, request)
-        except GGUFError:
+            return choice_plan(choice, devices, request)
+        except (DoesNotFitError, GGUFError):
             return None
 
     whole = _largest_whole(choices, devices, plan_of)
@@ -168,9 +170,14 @@ def _advice(choice: Choice, plan: Plan, why: str) -> tuple[Choice, Advice]:
     return choice, Advice(name=choice.name, plan=plan, why=f"{choice.quant or choice.name} {why}")
 
 
-def try_header(choice: Choice) -> GGUFFile | EdgeLLMError:
-    """A header, or why there is none: for lists, where one failure must not end the others."""
+def verdict(path: str | Path, devices: Devices) -> tuple[str, int, float | None, str]:
+    """A local model's verdict with its context and decode speed, and its kind. Files that are not
+    run by themselves (projectors, adapters) have an empty verdict. Raises GGUFError."""
+    header = read_gguf(path)
+    if header.kind != "model":
+        return "", 0, None, header.kind
     try:
-        return choice_header(choice)
-    except EdgeLLMError as error:
-        return error
+        plan = plan_header(header, devices, PlanRequest())
+    except DoesNotFitError:
+        return "does_not_fit", 0, None, header.kind
+    return plan.verdict, plan.params.n_ctx, plan.speed.decode_tps, header.kind

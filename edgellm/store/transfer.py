@@ -265,11 +265,14 @@ class _Transfer:
         return True
 
 
-def file_digest(file: BinaryIO) -> str:
-    """SHA-256 of what is left to read, in hex."""
-    digest = hashlib.sha256()
+def file_digest(file: BinaryIO, on_progress: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of what is left to read, in hex; ``on_progress`` learns the bytes done."""
+    digest, done = hashlib.sha256(), 0
     while data := file.read(4 * MiB):
         digest.update(data)
+        done += len(data)
+        if on_progress is not None:
+            on_progress(done)
     return digest.hexdigest()
 
 
