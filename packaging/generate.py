@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgellm import __version__, config
-from edgellm.cli.app import COMMANDS, build_app
+from edgellm.cli.app import build_app
 from edgellm.cli.errors import EXIT_CODES
 from edgellm.config import Known
 
@@ -46,9 +46,10 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Flags win over `EDGELLM_*` variables, those over config.toml, that over the profile, that over",
-        "the defaults. `edgellm config` prints each value and where it came from; `edgellm config set",
-        "plan.ctx 8192` writes one. An unknown key is an error that names the nearest known one.",
+        "Flags win over `EDGELLM_*` variables, those over config.toml, that over the profile,",
+        "that over the defaults. `edgellm config` prints each value and where it came from;",
+        "`edgellm config set plan.ctx 8192` writes one. An unknown key is an error that names",
+        "the nearest known one.",
     ]
     for section, keys in _sections():
         lines += ["", f"## {section or 'general'}", ""]
@@ -64,10 +65,13 @@ def _sections() -> Iterator[tuple[str, list[Known]]]:
     yield from sections.items()
 
 
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _setting_row(known: Known) -> str:
-    default = known.default
-    shown = "" if default in (None, ()) else f"`{str(default).lower() if default in (True, False) else default}`"
-    return f"| `{known.key}` | `{known.variable}` | {shown} | {known.description} |"
+    default = "" if known.default in (None, ()) else f"`{_toml(known.default)}`"
+    return f"| `{known.key}` | `{known.variable}` | {default} | {known.description} |"
 
 
 def manual() -> str:
@@ -80,8 +84,8 @@ def manual() -> str:
         ".B edgellm",
         r"[\fICOMMAND\fR] [\fIOPTIONS\fR]",
         ".SH DESCRIPTION",
-        "edgellm reads a model's header, works out what fits where on this machine, runs it, serves it",
-        "over an OpenAI-compatible API, and shows in a terminal what is happening.",
+        "edgellm reads a model's header, works out what fits where on this machine, runs it,",
+        "serves it over an OpenAI-compatible API, and shows in a terminal what is happening.",
         "Without a command it opens the terminal interface.",
         ".SH COMMANDS",
     ]
@@ -114,9 +118,7 @@ def _roff_line(line: str) -> Iterator[str]:
         yield from (".TP", f".B {_roff(option[1])}", _roff(_plain(option[2])))
     elif line.startswith("**") and line.endswith("**:"):
         yield from (".PP", f".I {_roff(line.strip('*:'))}")
-    elif line.startswith("```"):
-        return
-    elif not line.strip():
+    elif line.startswith("```") or not line.strip():
         return
     elif line.startswith("edgellm "):
         yield from (f".B {_roff(line)}", ".PP")
