@@ -162,9 +162,8 @@ async def prepare(server: Server, call: Call, view: View, body: CompletionBody) 
 
 async def _sampling(server: Server, view: View, body: CompletionBody) -> SamplingParams:
     more: dict[str, Any] = {}
-    logprobs = body.logprobs
-    if logprobs is not None and logprobs is not False:
-        more["logprobs"] = 1 if logprobs is True else logprobs
+    if body.logprobs is not None:
+        more["logprobs"] = body.logprobs
         more["prompt_logprobs"] = bool(body.echo)
     if body.best_of is not None:
         more["best_of"] = body.best_of
