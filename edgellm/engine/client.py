@@ -177,7 +177,9 @@ class Child:
 def _environment() -> dict[str, str]:
     root = str(Path(edgellm.__file__).parents[1])
     path = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+    # Cards in the order devices.probe lists them, unless a person said otherwise.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {**order, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 class Engine:

@@ -79,13 +79,17 @@ class Loop:
         while not self._closing:
             if not self._take_in():
                 break
-            try:
-                self._turn()
-            except Exception as error:  # noqa: BLE001  (border: the loop must live)
-                self._fail_all(error)
-            self._flush()
+            self.turn()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """One step, or one embedding; what it has to say is sent."""
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001  (border: the loop must live)
+            self._fail_all(error)
+        self._flush()
+
+    def _work(self) -> None:
         if self._embeds:
             self._embed(self._embeds.pop(0))
         elif self.scheduler.has_work:

@@ -23,6 +23,8 @@ class Meter:
         self.finished = 0
         self.cancelled = 0
         self.failed = 0
+        self.last: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+        """Seconds of the last step's schedule, decode, sample and deliver."""
         self._parts: deque[tuple[float, float, float, float]] = deque(maxlen=N_STEPS)
         self._recent: deque[tuple[float, int, int]] = deque()
 
@@ -36,6 +38,7 @@ class Meter:
         """One step: tokens computed of prompts and chosen, seconds of its four parts."""
         self.n_steps += 1
         self.generated_tokens += n_decode
+        self.last = parts
         self._parts.append(parts)
         self._recent.append((now, n_prefill, n_decode))
         while self._recent[0][0] < now - WINDOW_S:
