@@ -178,8 +178,13 @@ def _environment() -> dict[str, str]:
     root = str(Path(edgellm.__file__).parents[1])
     path = os.environ.get("PYTHONPATH", "")
     # Cards in the order devices.probe lists them, unless a person said otherwise.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return {**order, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+    defaults = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # Iterations that OpenMP threads spin at a barrier before they sleep. Without a limit, one
+        # other busy process makes every barrier of every layer wait for a time slice.
+        "GOMP_SPINCOUNT": "10000",
+    }
+    return {**defaults, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 class Engine:

@@ -59,6 +59,52 @@ class Match(msgspec.Struct, frozen=True):
     holder: int
 
 
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A saved state: the tokens it was computed from."""
+
+    key: int
+    tokens: array[int]
+    state: bytes
+
+
+class Checkpoints:
+    """Saved states of caches that cannot share cells, the least recently used forgotten first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._saved: dict[int, Checkpoint] = {}
+        self._next = 0
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def match(self, tokens: array[int], limit: int) -> Checkpoint | None:
+        """The longest saved state that ``tokens`` begins with all of."""
+        best: Checkpoint | None = None
+        for saved in self._saved.values():
+            n = len(saved.tokens)
+            if n <= limit and (best is None or n > len(best.tokens)) and tokens[:n] == saved.tokens:
+                best = saved
+        if best is not None:
+            self._saved[best.key] = self._saved.pop(best.key)
+        return best
+
+    def get(self, key: int) -> Checkpoint | None:
+        return self._saved.get(key)
+
+    def add(self, tokens: array[int], state: bytes) -> None:
+        """Save a state; older ones go until all fit."""
+        if len(state) > self._max or any(s.tokens == tokens for s in self._saved.values()):
+            return
+        self._saved[self._next] = Checkpoint(self._next, tokens, state)
+        self._next += 1
+        self.n_bytes += len(state)
+        while self.n_bytes > self._max:
+            oldest = self._saved.pop(next(iter(self._saved)))
+            self.n_bytes -= len(oldest.state)
+
+
 class PrefixTree:
     """Cells by holder. A holder is a seq_id; what it holds always begins at position 0."""
 

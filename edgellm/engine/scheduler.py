@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.prefix import PrefixTree, common_prefix
+from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Overflow
@@ -112,6 +112,7 @@ class Scheduler:
         self.tree = PrefixTree()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.checkpoints = Checkpoints(options.checkpoint_bytes)
         self.misses: Counter[str] = Counter()
         self.n_hits = 0
         self.n_preemptions = 0
@@ -170,6 +171,7 @@ class Scheduler:
 
     @property
     def n_cells_retained(self) -> int:
+        """Cells that only retained prefixes hold, shared among themselves or not."""
         return sum(self.tree.exclusive(holder) for holder in self._retained)
 
     def _n_free_running(self) -> int:
@@ -212,7 +214,7 @@ class Scheduler:
         if not seq.draft or room <= 0:
             return ()
         n = min(len(seq.draft), room, self.limits.n_ctx_seq - len(seq.tokens) - 1)
-        free = self.limits.n_cells - self.tree.n_cells if self._shares_cells else n
+        free = self.limits.n_cells - self.n_cells_used - len(self.running)
         return tuple(seq.draft[: max(0, min(n, free))])
 
     def _fill_prefill(
@@ -315,12 +317,12 @@ class Scheduler:
         return self._free_plain if seq.plain and self.limits.plain_ids else self._free_slots
 
     def _has_cells_for(self, seq: Sequence) -> bool:
-        if not self._shares_cells or not self.running:
+        if not self.running:
             return True
-        found = self.tree.match(seq.tokens, len(seq.tokens) - 1)
+        found = self.tree.match(seq.tokens, len(seq.tokens) - 1) if self._shares_cells else None
         needed = len(seq.tokens) - (found.n if found else 0)
         promised = sum(s.n_pending for s in self.running) + len(self.running)
-        free = self.limits.n_cells - self.tree.n_cells + self.n_cells_retained
+        free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
         return needed + promised + 1 <= free
 
     def _waits_for_prefix(self, seq: Sequence) -> bool:
@@ -359,7 +361,7 @@ class Scheduler:
             self._miss(seq, "asked_not_to")
             return 0
         if not self._shares_cells:
-            return 0
+            return self._restore_checkpoint(seq, limit)
         found = self.tree.match(seq.tokens, limit)
         if found is None or found.n < min(self.options.prefix_min, limit):
             self._miss(seq, "no_common_prefix" if found is None else "too_short")
@@ -369,6 +371,50 @@ class Scheduler:
         self._ops.append(Copy(found.holder, seq.slot, found.n))
         self._touch(found.holder)
         return found.n
+
+    def _restore_checkpoint(self, seq: Sequence, limit: int) -> int:
+        """Window and recurrent caches cannot share cells: a saved state may be put back."""
+        if self.limits.sharing != "checkpoint":
+            self._miss(seq, "split_cache")
+            return 0
+        seq.checkpoint_at = limit if limit >= self.options.prefix_min else 0
+        found = self.checkpoints.match(seq.tokens, limit)
+        if found is None:
+            self._miss(seq, "no_checkpoint")
+            return 0
+        self.n_hits += 1
+        self._ops.append(Restore(seq.slot, found.key))
+        return len(found.tokens)
+
+    def restore_failed(self, seq_id: int) -> None:
+        """A checkpoint could not be put back: its sequence computes its prompt after all."""
+        for seq in self.running:
+            if seq.slot == seq_id:
+                self._miss(seq, "checkpoint_refused")
+                seq.n_computed = seq.n_cached = 0
+
+    def slide(self, seq: Sequence, n_keep: int, n_drop: int) -> None:
+        """Drop ``n_drop`` tokens after the first ``n_keep``; the rest moves down.
+
+        Cells that others share must not move, and some caches cannot move any: then what follows
+        is computed again.
+        """
+        del seq.tokens[n_keep : n_keep + n_drop]
+        seq.n_slid += n_drop
+        seq.turns = tuple(t - n_drop for t in seq.turns if t >= n_keep + n_drop)
+        n_moved = seq.n_computed - n_keep - n_drop
+        own = self._shares_cells and self.tree.exclusive(seq.slot) >= seq.n_computed - n_keep
+        if n_moved > 0 and own and self.limits.can_shift:
+            self._ops.append(Shift(seq.slot, n_keep, n_drop))
+            self.tree.truncate(seq.slot, n_keep)
+            # What moved was computed in sight of what was dropped: -1 is never matched.
+            self.tree.extend(seq.slot, array("i", [-1]) * n_moved)
+            seq.n_computed -= n_drop
+            return
+        keep = min(n_keep, seq.n_computed) if self._shares_cells else 0
+        self._ops.append(Remove(seq.slot, keep))
+        self.tree.truncate(seq.slot, keep)
+        seq.n_computed = keep
 
     def _miss(self, seq: Sequence, reason: str) -> None:
         seq.miss = reason
@@ -383,10 +429,8 @@ class Scheduler:
 
     def _make_room(self, n: int, seq: Sequence, work: list[Work], finished: list[Sequence]) -> bool:
         """Free cells for n tokens of ``seq``: retained prefixes first, then less urgent streams."""
-        if not self._shares_cells:
-            return True
         taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
-        while self.limits.n_cells - self.tree.n_cells - taken < n:
+        while self.limits.n_cells - self.n_cells_used - taken < n:
             if self._evict():
                 continue
             victim = self._victim()
@@ -434,6 +478,10 @@ class Scheduler:
         """Give the slot back; its cells stay as a retained prefix when they are worth it."""
         slot = seq.slot
         seq.slot = -1
+        if seq.n_slid:
+            # Cells that moved cannot be shared: only what came before them is worth keeping.
+            n_same = common_prefix(self.tree.tokens(slot), seq.tokens)
+            self.tree.truncate(slot, n_same)
         if keep and self._worth_keeping(slot):
             target = self._retained_id()
             if target is not None:

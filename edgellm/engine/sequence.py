@@ -30,6 +30,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "checkpoint_at",
+        "constraint",
         "cum_logprob",
         "draft",
         "end_allowed",
@@ -56,6 +57,7 @@ class Sequence:
         "stream",
         "token_times",
         "tokens",
+        "turns",
         "waiting_since",
     )
 
@@ -98,6 +100,8 @@ class Sequence:
         self.max_output = 0
         self.end_allowed = request.sampling.min_tokens == 0
         self.checkpoint_at = 0
+        self.constraint: Any = None
+        self.turns: tuple[int, ...] = ()
         self.miss: str | None = None
 
     @property
@@ -122,3 +126,16 @@ class Sequence:
             f"<{self.request.id}#{self.index} {self.state.value} slot {self.slot} "
             f"{self.n_computed}/{len(self.tokens)}>"
         )
+
+
+def to_drop(n_tokens: int, n_keep: int, turns: tuple[int, ...], need: int) -> int:
+    """How many tokens after the first ``n_keep`` a sliding context drops, at least ``need``.
+
+    Whole turns when a turn begins far enough in (``turns``: token offsets, ascending), else just
+    what is needed. The newest token always stays.
+    """
+    most = n_tokens - n_keep - 1
+    for turn in turns:
+        if need <= turn - n_keep <= most:
+            return turn - n_keep
+    return max(0, min(need, most))
