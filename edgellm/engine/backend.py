@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,10 @@ from edgellm.request import Pooling, SamplingParams, TokenLogprob
 OK = 0
 NO_CELLS = 1
 ABORTED = 2
+
+Allowed: TypeAlias = "tuple[int, ...] | bytes | bool | None"
+"""What may be chosen: these ids, the ids whose bits are set (little endian), False for all but end
+tokens, None for all."""
 
 OnProgress = Callable[[LoadProgress], None]
 
@@ -72,6 +76,9 @@ class Backend(Protocol):
     def vocabulary(self) -> Sequence[bytes]:
         """Every token's bytes, by id. Any thread; slow the first time."""
 
+    def special_tokens(self) -> frozenset[int]:
+        """Control tokens: text never spells them. Any thread; slow the first time."""
+
     def decode(self, spans: Sequence[Span]) -> int:
         """Compute the spans as one batch: OK, NO_CELLS (nothing changed), ABORTED or negative."""
 
@@ -86,6 +93,9 @@ class Backend(Protocol):
 
     def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         """One token a row of the last batch (a row is a token's place in the batch)."""
+
+    def sample_allowed(self, row: int, sampler: Any, allowed: Allowed) -> int:
+        """One token of a row, out of what is allowed. Needs all logits."""
 
     def logprobs(self, row: int, token: int, k: int) -> TokenLogprob:
         """The token's log-probability in a row, and the k most likely. Needs all logits."""

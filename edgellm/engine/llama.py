@@ -20,7 +20,7 @@ import llama_cpp.llama_cpp as lib
 import msgspec
 import numpy as np
 
-from edgellm.engine.backend import OK, Limits, OnProgress, Span
+from edgellm.engine.backend import OK, Allowed, Limits, OnProgress, Span
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.sampling import has_penalties, needs_all_logits
 from edgellm.errors import DoesNotFitError, EngineError, GGUFError
@@ -61,6 +61,10 @@ SPLIT: Final = {
     "row": lib.LLAMA_SPLIT_MODE_ROW,
     "tensor": lib.LLAMA_SPLIT_MODE_TENSOR,
 }
+
+
+_CANDIDATE: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""llama_token_data."""
 
 
 class _Log:
@@ -526,6 +530,10 @@ class LlamaBackend:
             self._vocabulary = [self.piece(token) for token in range(self.n_vocab)]
         return self._vocabulary
 
+    def special_tokens(self) -> frozenset[int]:
+        control = lib.llama_vocab_is_control
+        return frozenset(t for t in range(self.n_vocab) if control(self._vocab, t))
+
     # -- steps -------------------------------------------------------------------------------
 
     def decode(self, spans: Sequence[Span]) -> int:
@@ -642,6 +650,32 @@ class LlamaBackend:
         run([i for i in which if samplers[i].attached])
         for other in others:
             other.result()
+
+    def sample_allowed(self, row: int, sampler: Any, allowed: Allowed) -> int:
+        logits = self._row(row)
+        if isinstance(allowed, tuple):
+            ids = np.array(allowed, np.int32)
+        elif isinstance(allowed, bytes):
+            bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
+            ids = np.flatnonzero(bits[: self.n_vocab]).astype(np.int32)
+        else:
+            keep = np.ones(self.n_vocab, bool)
+            if allowed is False:
+                keep[list(self.info.eog_ids)] = False
+            ids = np.flatnonzero(keep).astype(np.int32)
+        if not len(ids):
+            raise EngineError("the grammar allows no token")
+        candidates = np.empty(len(ids), _CANDIDATE)
+        candidates["id"], candidates["logit"], candidates["p"] = ids, logits[ids], 0.0
+        data = lib.llama_token_data_array()
+        data.data = ctypes.cast(candidates.ctypes.data, lib.llama_token_data_p)
+        data.size, data.selected, data.sorted = len(ids), -1, False
+        chain = self._greedy if sampler.chain is None else sampler.chain
+        lib.llama_sampler_apply(chain, ctypes.byref(data))
+        token = int(data.data[data.selected].id)
+        if sampler.chain is not None:
+            lib.llama_sampler_accept(chain, token)
+        return token
 
     def _row(self, row: int) -> Any:
         pointer = lib.llama_get_logits_ith(self._ctx, row)

@@ -8,17 +8,20 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from edgellm.engine import scheduler as sched
 from edgellm.engine import wire
 from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Backend, Span
+from edgellm.engine.choose import Chooser
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
 from edgellm.engine.output import Group, Output
 from edgellm.engine.sampling import needs_all_logits
-from edgellm.engine.sequence import Sequence, State
+from edgellm.engine.sequence import Sequence, State, to_drop
+from edgellm.engine.spec import Speculation
 from edgellm.errors import DecodeError, EdgeLLMError, EngineError, InvalidRequestError
 from edgellm.metrics import EngineStats, RunningRequest
 from edgellm.request import (
@@ -26,6 +29,7 @@ from edgellm.request import (
     EmbedResult,
     ErrorInfo,
     FinishReason,
+    Overflow,
     Pooling,
     Request,
 )
@@ -38,6 +42,9 @@ class Arrived(msgspec.Struct, frozen=True):
     prompt: array[int]
     arrival: float
     turn_starts: tuple[int, ...] = ()
+    """Token offsets of the prompt's turns."""
+    constraint: Any = None
+    """The compiled grammar."""
 
 
 class EmbedJob(msgspec.Struct, frozen=True):
@@ -68,11 +75,15 @@ class Loop:
         self.scheduler = sched.Scheduler(backend.limits, options)
         self.output = Output(backend)
         self.meter = Meter()
+        self.chooser = Chooser(backend)
+        self.spec = Speculation(options, can_rewind=backend.limits.sharing != "checkpoint")
         self._send = send
         self._random = random.Random(options.seed)
         self._began = time.monotonic()
         self._embeds: list[EmbedJob] = []
         self._closing = False
+        self._eog = frozenset(backend.info.eog_ids)
+        self._sampled_at = 0.0
 
     def run(self) -> None:
         """The loop. Whatever goes wrong in a step ends requests, never the loop."""
@@ -140,11 +151,12 @@ class Loop:
         if not message.prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         sampling = request.sampling
+        prompt, n_slid, turns = self._fit(message)
         plain = needs_all_logits(sampling, self.backend.limits.attached_top_k)
         sequences = [
             Sequence(
                 request,
-                message.prompt,
+                prompt,
                 index=i,
                 arrival=message.arrival,
                 plain=plain,
@@ -152,12 +164,36 @@ class Loop:
             )
             for i in range(max(sampling.n, sampling.best_of or 0))
         ]
+        for seq in sequences:
+            seq.turns = turns
         self.scheduler.add(sequences)
-        self.output.groups[request.id] = Group(request, sequences, None)
+        warning = f"the oldest {n_slid} tokens were dropped to fit the context" if n_slid else None
+        self.output.groups[request.id] = Group(request, sequences, warning, n_slid)
+        if message.constraint is not None:
+            self._constrain(sequences, message.constraint)
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(32)
         for seq in sequences:
-            seq.sampler = self.backend.make_sampler(sampling, seed + seq.index, message.prompt)
-        self.meter.prompt_tokens += len(message.prompt)
+            seq.sampler = self.backend.make_sampler(sampling, seed + seq.index, prompt)
+        self.meter.prompt_tokens += len(prompt)
+
+    def _constrain(self, sequences: list[Sequence], constraint: Any) -> None:
+        for seq in sequences:
+            seq.constraint = constraint if seq.index == 0 else constraint.clone()
+        for seq in sequences:
+            self.chooser.prepare(seq)
+
+    def _fit(self, message: Arrived) -> tuple[array[int], int, tuple[int, ...]]:
+        """A prompt that fits, how many tokens it lost for that, and where its turns begin now."""
+        request, prompt, turns = message.request, message.prompt, message.turn_starts
+        n_ctx = self.backend.limits.n_ctx_seq
+        if request.overflow is not Overflow.SLIDE or len(prompt) < n_ctx:
+            return prompt, 0, turns
+        wanted = request.sampling.max_tokens or n_ctx // 4
+        n_keep = min(request.n_keep, n_ctx // 2)
+        need = len(prompt) - n_ctx + min(wanted, n_ctx // 4) + 1
+        n = to_drop(len(prompt), n_keep, turns, need)
+        turns = tuple(t - n for t in turns if t >= n_keep + n)
+        return prompt[:n_keep] + prompt[n_keep + n :], n, turns
 
     def _cancel(self, request_id: str) -> None:
         group = self.output.groups.get(request_id)
@@ -172,6 +208,7 @@ class Loop:
 
     def _let_go(self, seq: Sequence) -> None:
         self.scheduler.finish(seq)
+        self.chooser.forget(seq)
         if seq.sampler is not None:
             self.backend.free_sampler(seq.sampler)
             seq.sampler = None
@@ -197,12 +234,12 @@ class Loop:
 
     def _step(self) -> None:
         t0 = time.monotonic()
+        self._guess()
         step = self.scheduler.schedule(t0)
         for seq in step.finished:
             self.output.end(seq, FinishReason.LENGTH, t0)
             self._finish(seq)
-        self._apply(step.ops)
-        if not step.work:
+        if not self._apply(step.ops) or not step.work:
             return
         t1 = time.monotonic()
         code = self._decode(step.work)
@@ -224,9 +261,20 @@ class Loop:
         )
         parts = (t1 - t0, t2 - t1, sampled - t2, t3 - sampled)
         self.meter.step(t3, step.n_prefill, n_chosen, parts)
+        if not step.n_prefill:
+            n_guesses = sum(len(w.draft) for w in step.work)
+            self.spec.observe(len(step.work), n_chosen, n_guesses, t3 - t0)
 
-    def _apply(self, ops: list[sched.Op]) -> None:
+    def _guess(self) -> None:
+        self.spec.propose(self.scheduler.running)
+        for seq in self.scheduler.running:
+            if seq.constraint is not None and seq.is_decoding and not seq.draft:
+                seq.draft = seq.constraint.forced_tokens() if self.spec.can_rewind else []
+
+    def _apply(self, ops: list[sched.Op]) -> bool:
+        """Carry out the scheduler's operations; False: a checkpoint was refused, plan again."""
         backend = self.backend
+        is_good = True
         for op in ops:
             if isinstance(op, sched.Copy):
                 backend.seq_cp(op.source, op.target, op.n)
@@ -234,6 +282,13 @@ class Loop:
                 backend.seq_rm(op.seq_id, op.start)
             elif isinstance(op, sched.Shift):
                 backend.seq_shift(op.seq_id, op.start, op.n)
+            elif isinstance(op, sched.Restore):
+                saved = self.scheduler.checkpoints.get(op.key)
+                if saved is None or not backend.state_set(op.seq_id, saved.state):
+                    backend.seq_rm(op.seq_id, 0)
+                    self.scheduler.restore_failed(op.seq_id)
+                    is_good = False
+        return is_good
 
     def _decode(self, work: list[sched.Work]) -> int:
         spans = []
@@ -253,21 +308,73 @@ class Loop:
         """Choose tokens for every row, tell the clients, let go of what ended."""
         rows: list[int] = []
         seqs: list[Sequence] = []
+        guessed: list[tuple[sched.Work, int]] = []
         at = 0
         for w in work:
             self.scheduler.computed(w)
-            at += w.n + len(w.draft)
-            if w.n_out and w.seq.n_pending == 0:
-                rows.append(at - 1)
+            if w.seq.request.sampling.prompt_logprobs and w.seq.n_output == 0:
+                self._read_prompt(w, at)
+            if w.draft:
+                guessed.append((w, at))
+            elif w.n_out and w.seq.n_pending == 0:
+                rows.append(at + w.n - 1)
                 seqs.append(w.seq)
-        tokens = self.backend.sample(rows, [seq.sampler for seq in seqs])
+            if w.seq.n_computed == w.seq.checkpoint_at:
+                self._save_checkpoint(w.seq)
+            at += w.n + len(w.draft)
+        tokens = self.chooser.pick_all(rows, seqs)
         self._sampled_at = now = time.monotonic()
         for row, seq, token in zip(rows, seqs, tokens, strict=True):
-            self._choose(seq, row, token, now)
-        return len(tokens)
+            self._take(seq, row, token, now)
+        return len(tokens) + sum(self._verify(w, first) for w, first in guessed)
 
-    def _choose(self, seq: Sequence, row: int, token: int, now: float) -> None:
+    def _verify(self, w: sched.Work, first: int) -> int:
+        """Choose row by row while the guesses are right; the tokens chosen."""
+        seq, n = w.seq, 0
+        seq.draft = []
+        for i in range(len(w.draft) + 1):
+            token = self.chooser.pick(first + i, seq)
+            n += 1
+            self._take(seq, first + i, token, time.monotonic())
+            if seq.state is not State.RUNNING:
+                break
+            if i == len(w.draft) or token != w.draft[i]:
+                self.scheduler.reject(seq)
+                break
+            self.scheduler.accepted(seq, array("i", [token]))
+        seq.n_drafted += len(w.draft)
+        seq.n_accepted += n - 1
+        self.meter.drafted_tokens += len(w.draft)
+        self.meter.accepted_tokens += n - 1
+        self._sampled_at = time.monotonic()
+        return n
+
+    def _read_prompt(self, w: sched.Work, at: int) -> None:
+        """Log-probabilities of the prompt tokens that these rows predict."""
+        seq = w.seq
+        if seq.prompt_logprobs is None:
+            seq.prompt_logprobs = [None]
+        k = seq.request.sampling.logprobs or 0
+        for i in range(w.n):
+            position = w.start + i + 1
+            if len(seq.prompt_logprobs) <= position < seq.n_prompt:
+                token = seq.tokens[position]
+                seq.prompt_logprobs.append(self.backend.logprobs(at + i, token, k))
+
+    def _save_checkpoint(self, seq: Sequence) -> None:
+        seq.checkpoint_at = 0
+        state = self.backend.state_get(seq.slot)
+        self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
+
+    def _take(self, seq: Sequence, row: int, token: int, now: float) -> None:
+        """One chosen token: constraint, log-probability, text, end, slide."""
         sampling = seq.request.sampling
+        if seq.constraint is not None and token not in self._eog:
+            try:
+                seq.constraint.accept(token)
+            except EdgeLLMError as error:
+                self._fail(seq.request.id, error)
+                return
         if sampling.logprobs is not None or sampling.best_of is not None:
             chosen = self.backend.logprobs(row, token, sampling.logprobs or 0)
             seq.logprobs.append(chosen)
@@ -275,9 +382,22 @@ class Loop:
         reason = self.output.token(seq, token, now)
         if reason is not None:
             self._finish(seq)
-        elif not seq.end_allowed and seq.n_output >= sampling.min_tokens:
+            return
+        if not seq.end_allowed and seq.n_output >= sampling.min_tokens:
             seq.end_allowed = True
             self.backend.allow_end(seq.sampler)
+        if seq.constraint is not None:
+            self.chooser.prepare(seq)
+        if len(seq.tokens) >= self.backend.limits.n_ctx_seq:
+            self._slide(seq)
+
+    def _slide(self, seq: Sequence) -> None:
+        n_ctx = self.backend.limits.n_ctx_seq
+        n_keep = min(seq.request.n_keep, n_ctx // 2)
+        n = to_drop(len(seq.tokens), n_keep, seq.turns, max(1, (n_ctx - n_keep) // 4))
+        self.scheduler.slide(seq, n_keep, n)
+        if seq.spec is not None:
+            seq.spec.rewind()
 
     def _recover(self, step: sched.Step, code: int) -> None:
         """A batch failed: put the cache back where it was, and find out whose fault it is."""
@@ -394,6 +514,7 @@ class Loop:
             prefill_tps=prefill_tps,
             decode_tps=decode_tps,
             step=meter.timings(),
+            speculation=self.spec.status,
             requests=tuple(_running(s, now) for s in [*scheduler.running, *scheduler.waiting]),
         )
 

@@ -15,9 +15,16 @@ from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usa
 class Group:
     """One request and its choices; knows when the last of them has ended."""
 
-    __slots__ = ("best", "held", "open", "request", "sequences", "warning")
+    __slots__ = ("best", "held", "n_slid", "open", "request", "sequences", "warning")
 
-    def __init__(self, request: Request, sequences: list[Sequence], warning: str | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sequences: list[Sequence],
+        warning: str | None = None,
+        n_slid: int = 0,
+    ) -> None:
+        self.n_slid = n_slid
         self.request = request
         self.sequences = sequences
         self.open = len(sequences)
@@ -35,7 +42,7 @@ class Group:
             n_cached=first.n_cached,
             n_drafted=sum(s.n_drafted for s in self.sequences),
             n_accepted=sum(s.n_accepted for s in self.sequences),
-            n_slid=max(s.n_slid for s in self.sequences),
+            n_slid=self.n_slid + max(s.n_slid for s in self.sequences),
         )
 
     def timings(self, now: float) -> RequestTimings:
@@ -94,7 +101,7 @@ class Output:
 
     @staticmethod
     def _is_finished_grammar(seq: Sequence) -> bool:
-        return bool(getattr(seq.sampler, "is_finished", False))
+        return seq.constraint is not None and bool(seq.constraint.is_finished)
 
     def _emit(self, seq: Sequence, text: str, token: int) -> None:
         group = self.groups[seq.request.id]

@@ -521,6 +521,10 @@ class Scheduler:
             self.tree.extend(seq.slot, tokens)
         seq.n_computed += len(tokens)
 
+    def reject(self, seq: Sequence) -> None:
+        """What the last step computed beyond ``n_computed`` was guessed wrong."""
+        self._ops.append(Remove(seq.slot, seq.n_computed))
+
     def finish(self, seq: Sequence) -> None:
         """A sequence ended or was cancelled, in whatever state it was."""
         if seq.state is State.FINISHED:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
-from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Limits, OnProgress, Span
+from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Allowed, Limits, OnProgress, Span
 from edgellm.engine.info import EngineInfo, EngineOptions, Fault, LoadProgress
 from edgellm.errors import DoesNotFitError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan
@@ -154,6 +154,9 @@ class ScriptedBackend:
     def vocabulary(self) -> Sequence[bytes]:
         return _PIECES
 
+    def special_tokens(self) -> frozenset[int]:
+        return frozenset({BOS, EOS, *(_IDS[word] for word in _SPECIAL)})
+
     # -- steps -------------------------------------------------------------------------------
 
     def decode(self, spans: Sequence[Span]) -> int:
@@ -253,6 +256,17 @@ class ScriptedBackend:
         if sampler.params.temperature == 0.0:
             return self._candidate(state, 0)
         return self._candidate(state, min(int(sampler.random.expovariate(0.7)), N_CANDIDATES - 1))
+
+    def sample_allowed(self, row: int, sampler: Any, allowed: Allowed) -> int:
+        state = self._rows[row]
+        if allowed is None or isinstance(allowed, bool):
+            return self._candidate(state, 0) if allowed is False else self._pick(row, sampler)
+        if isinstance(allowed, bytes):
+            bits = allowed
+            allowed = tuple(i for i in range(N_VOCAB) if bits[i >> 3] >> (i & 7) & 1)
+        if EOS in allowed and (len(allowed) == 1 or state % 3 == 0):
+            return EOS
+        return allowed[(state >> 11) % len(allowed)]
 
     def _candidate(self, state: int, rank: int) -> int:
         return _ANSWER[((state >> 11) + rank * 7) % len(_ANSWER)]

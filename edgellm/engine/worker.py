@@ -14,10 +14,11 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from edgellm.engine import wire
 from edgellm.engine.backend import Backend, LoadBackend
+from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.info import LoadProgress
 from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
 from edgellm.errors import ConfigError, InvalidRequestError
@@ -84,6 +85,7 @@ class Reader:
         self._loop = loop
         self._long: queue.SimpleQueue[tuple[Request, float]] = queue.SimpleQueue()
         self._in_long: set[str] = set()
+        self._factory: ConstraintFactory | None = None
 
     def start(self, unframer: wire.Unframer, early: Iterable[bytes]) -> None:
         """Read for good; ``early`` came while loading."""
@@ -140,7 +142,8 @@ class Reader:
 
     def _generate(self, request: Request) -> None:
         arrival = time.monotonic()
-        if isinstance(request.prompt, str) and len(request.prompt) > LONG_TEXT:
+        is_long = isinstance(request.prompt, str) and len(request.prompt) > LONG_TEXT
+        if is_long or request.sampling.grammar is not None:
             self._in_long.add(request.id)
             self._long.put((request, arrival))
         else:
@@ -161,12 +164,21 @@ class Reader:
                 add_special=request.add_special,
                 parse_special=request.parse_special,
             )
+            constraint = self._compile(request)
         except Exception as error:  # noqa: BLE001  (border: this request, not the reader)
             self._loop.inbox.put(Refused(request.id, wire.error_info(error)))
             return
         if still_wanted is None or request.id in still_wanted:
             turns = turn_tokens(self._backend, request, prompt)
-            self._loop.inbox.put(Arrived(request, prompt, arrival, turns))
+            self._loop.inbox.put(Arrived(request, prompt, arrival, turns, constraint))
+
+    def _compile(self, request: Request) -> Any:
+        """The request's grammar, compiled; the vocabulary is indexed when first needed."""
+        if request.sampling.grammar is None:
+            return None
+        if self._factory is None:
+            self._factory = make_factory(vocabulary_of(self._backend))
+        return self._factory.compile(request.sampling.grammar)
 
     def _ids(
         self, text: str | tuple[int, ...], *, add_special: bool = True, parse_special: bool = True
@@ -187,6 +199,24 @@ class Reader:
                 f"token {bad} is not in the vocabulary of {n_vocab}", param="prompt"
             )
         return out
+
+
+def vocabulary_of(backend: Backend) -> Vocabulary:
+    """The backend's tokens as grammars need them."""
+
+    def spell(data: bytes) -> list[int]:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return []  # a part of a character: nothing is forced then
+        return backend.tokenize(text, add_special=False, parse_special=False)
+
+    return Vocabulary(
+        tokens=backend.vocabulary(),
+        special=backend.special_tokens(),
+        eog_ids=backend.info.eog_ids,
+        tokenize=spell,
+    )
 
 
 def turn_tokens(backend: Backend, request: Request, prompt: array[int]) -> tuple[int, ...]:

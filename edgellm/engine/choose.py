@@ -1,0 +1,61 @@
+"""After a step: which token each row gives, where a constraint narrows the choice too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from edgellm.engine.backend import Allowed, Backend
+from edgellm.engine.sequence import Sequence
+
+
+def allowed_now(constraint: Any) -> Allowed:
+    """What a constraint lets through: None everything, False all but end tokens, ids, or a mask."""
+    if not constraint.needs_mask:
+        return None if constraint.can_stop else False
+    ids = constraint.allowed()
+    return tuple(ids) if ids is not None else constraint.mask()
+
+
+class Chooser:
+    """Picks tokens. Masks are computed on another thread while the next step decodes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._pool: ThreadPoolExecutor | None = None
+        self._masks: dict[int, Future[Allowed]] = {}
+
+    def prepare(self, seq: Sequence) -> None:
+        """Begin to compute what the sequence's constraint allows next."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "engine-mask")
+        self._masks[id(seq)] = self._pool.submit(allowed_now, seq.constraint)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence ended."""
+        self._masks.pop(id(seq), None)
+
+    def pick_all(self, rows: Rows[int], seqs: Rows[Sequence]) -> list[int]:
+        """A token for each row; rows without a constraint go together, first."""
+        free = [i for i, seq in enumerate(seqs) if seq.constraint is None]
+        if len(free) == len(seqs):
+            return self._backend.sample(rows, [seq.sampler for seq in seqs])
+        out = [0] * len(rows)
+        picked = self._backend.sample([rows[i] for i in free], [seqs[i].sampler for i in free])
+        for i, token in zip(free, picked, strict=True):
+            out[i] = token
+        for i, seq in enumerate(seqs):
+            if seq.constraint is not None:
+                out[i] = self.pick(rows[i], seq)
+        return out
+
+    def pick(self, row: int, seq: Sequence) -> int:
+        """One row's token."""
+        if seq.constraint is None:
+            return self._backend.sample([row], [seq.sampler])[0]
+        mask = self._masks.pop(id(seq), None)
+        allowed = mask.result() if mask is not None else allowed_now(seq.constraint)
+        if allowed is None:
+            return self._backend.sample([row], [seq.sampler])[0]
+        return self._backend.sample_allowed(row, seq.sampler, allowed)

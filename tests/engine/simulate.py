@@ -1,0 +1,88 @@
+"""An engine loop without threads or processes over the scripted backend, checked as it runs."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+from edgellm.engine import wire
+from edgellm.engine.info import EngineOptions, Script
+from edgellm.engine.loop import Arrived, Loop
+from edgellm.engine.scripted import ScriptedBackend, tokenize
+from edgellm.engine.worker import turn_tokens
+from edgellm.request import Request, TokenEvent
+from tests.engine.factories import plan
+
+
+class Simulation:
+    """Feed requests, turn the loop by hand, collect events, and check every invariant."""
+
+    def __init__(
+        self, options: EngineOptions | None = None, script: Script | None = None, **params: Any
+    ) -> None:
+        options = options or EngineOptions(seed=1, script=script or Script())
+        self.backend = ScriptedBackend(plan(**params), options, lambda progress: None)
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.loop = Loop(self.backend, options, self._collect)
+
+    def _collect(self, message: wire.FromChild) -> None:
+        if isinstance(message, wire.Events):
+            for event in message.events:
+                self.events.setdefault(event.request_id, []).append(event)
+
+    def add(self, request: Request, constraint: Any = None) -> None:
+        ids = tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        prompt = array("i", ids)
+        turns = turn_tokens(self.backend, request, prompt)
+        self.loop.inbox.put(Arrived(request, prompt, time.monotonic(), turns, constraint))
+
+    def cancel(self, request_id: str) -> None:
+        self.loop.inbox.put(wire.Cancel(request_id))
+
+    def turn(self) -> None:
+        """Take in what is there, and one step."""
+        if self.loop.scheduler.has_work or not self.loop.inbox.empty():
+            self.loop._take_in()
+        self.loop.turn()
+        self.check()
+
+    def run(self, limit: int = 100_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(limit):
+            self.turn()
+            if not self.loop.scheduler.has_work and self.loop.inbox.empty():
+                self.turn()
+                return
+        raise AssertionError("the loop does not come to an end")
+
+    def check(self) -> None:
+        """The scheduler agrees with itself and with the cache it believes in."""
+        scheduler = self.loop.scheduler
+        scheduler.check()
+        live = {seq.sampler for seq in [*scheduler.running, *scheduler.waiting]}
+        assert self.backend.n_samplers == len(live)
+        if scheduler._ops:
+            return  # the cache follows with the next step
+        if self.backend.limits.sharing == "cells":
+            assert self.backend.n_cells_used == scheduler.tree.n_cells
+        for seq in scheduler.running:
+            assert self.backend.seq_len(seq.slot) == seq.n_computed, seq
+
+    def text(self, request_id: str, index: int = 0) -> str:
+        return "".join(e.text for e in self.events[request_id] if e.index == index)
+
+    def ids(self, request_id: str, index: int = 0) -> list[int]:
+        return [t for e in self.events[request_id] if e.index == index for t in e.token_ids]
+
+    def last(self, request_id: str) -> TokenEvent:
+        return self.events[request_id][-1]
+
+
+def alone(request: Request, **params: Any) -> str:
+    """The text a request gets when nobody else is there and nothing is shared."""
+    options = EngineOptions(seed=1, retain_prefixes=False)
+    simulation = Simulation(options, **{"n_ctx": 8192, "n_ctx_seq": 8192, **params})
+    simulation.add(request)
+    simulation.run()
+    return simulation.text(request.id)

@@ -1,0 +1,322 @@
+"""What the loop promises, over the scripted backend whose text depends on every cached token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm.engine.constrain import make_factory
+from edgellm.engine.info import EngineOptions, Fault, Script
+from edgellm.engine.worker import vocabulary_of
+from edgellm.request import FinishReason, Grammar, GrammarKind, Overflow, Priority
+from tests.engine.factories import request
+from tests.engine.simulate import Simulation, alone
+
+LONG = "the of and to in is it that for was on are as with his they be at one have this "
+
+
+def test_sharing_chunking_and_preemption_give_the_text_of_a_request_alone() -> None:
+    requests = [request(LONG * 3 + f"number {i}", max_tokens=60) for i in range(8)]
+    expected = [alone(r) for r in requests]
+    tight = Simulation(n_ctx=256, n_ctx_seq=256, n_batch=32)
+    for r in requests:
+        tight.add(r)
+    tight.run()
+    assert [tight.text(r.id) for r in requests] == expected
+    assert tight.loop.scheduler.n_preemptions > 0
+
+
+def test_two_requests_with_one_new_prefix_compute_it_once() -> None:
+    simulation = Simulation(n_batch=32)
+    a, b = (request(LONG * 4 + tail, max_tokens=4) for tail in ("one", "two"))
+    simulation.add(a)
+    simulation.add(b)
+    simulation.run()
+    usage = simulation.last(b.id).usage
+    assert usage is not None
+    assert usage.n_cached >= 80
+    assert simulation.last(a.id).usage.n_cached == 0  # type: ignore[union-attr]
+    assert simulation.text(b.id) == alone(b)
+
+
+def test_choices_share_their_prompt_and_differ_by_seed() -> None:
+    simulation = Simulation()
+    r = request(LONG * 2, n=3, temperature=1.0, seed=7, max_tokens=12)
+    simulation.add(r)
+    simulation.run()
+    texts = {simulation.text(r.id, i) for i in range(3)}
+    assert len(texts) == 3
+    assert sum(e.is_last for e in simulation.events[r.id]) == 1
+    assert simulation.last(r.id).usage.n_output <= 36  # type: ignore[union-attr]
+    # One prompt, and one token more for each further choice.
+    assert simulation.loop.meter.n_steps <= 16
+
+
+def test_best_of_sends_only_the_best_and_nothing_before_it_is_known() -> None:
+    simulation = Simulation()
+    r = request(LONG, n=1, best_of=3, temperature=1.0, seed=3, max_tokens=5)
+    simulation.add(r)
+    simulation.run()
+    assert {e.index for e in simulation.events[r.id]} == {0}
+    assert simulation.last(r.id).is_last
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_runs() -> None:
+    r = request("a story", temperature=1.0, seed=42, max_tokens=20)
+    simulation = Simulation()
+    for i in range(6):
+        simulation.add(request(f"noise {i}", temperature=1.0, max_tokens=15))
+    simulation.add(r)
+    simulation.run()
+    assert simulation.text(r.id) == alone(r)
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    whole = alone(request(LONG, max_tokens=40))
+    stop = whole.split()[6]
+    simulation = Simulation()
+    r = request(LONG, max_tokens=40, stop=(stop,))
+    simulation.add(r)
+    simulation.run()
+    assert simulation.text(r.id) == whole[: whole.index(stop)]
+    assert simulation.last(r.id).stop == stop
+    assert simulation.last(r.id).finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_keeps_the_end_away_and_ignore_eos_for_good() -> None:
+    simulation = Simulation(script=Script(answer_tokens=2))
+    short = request(LONG + "x", max_tokens=50)
+    least = request(LONG + "x", max_tokens=50, min_tokens=20)
+    never = request(LONG + "x", max_tokens=50, ignore_eos=True)
+    for r in (short, least, never):
+        simulation.add(r)
+    simulation.run()
+    counts = [simulation.last(r.id).usage.n_output for r in (short, least, never)]  # type: ignore[union-attr]
+    assert counts[0] < 20 <= counts[1] < 50 == counts[2]
+
+
+def test_prompt_logprobs_come_with_the_first_event_whatever_the_outputs_of_a_step() -> None:
+    simulation = Simulation(n_outputs_max=3)
+    r = request(tuple(range(300, 340)), prompt_logprobs=True, logprobs=2, max_tokens=2)
+    simulation.add(r)
+    simulation.run()
+    first = simulation.events[r.id][0]
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == 40
+    assert first.prompt_logprobs[0] is None
+    assert [p.token_id for p in first.prompt_logprobs[1:] if p] == list(range(301, 340))
+
+
+def test_an_interactive_request_takes_a_batch_requests_slot_and_that_one_resumes() -> None:
+    simulation = Simulation(n_seq_max=2, script=Script(answer_tokens=0))
+    slow = [request(f"{LONG} {i}", priority=Priority.BATCH, max_tokens=60) for i in range(2)]
+    for r in slow:
+        simulation.add(r)
+    for _ in range(10):
+        simulation.turn()
+    quick = request("quick", priority=Priority.INTERACTIVE, max_tokens=3)
+    simulation.add(quick)
+    for _ in range(5):
+        simulation.turn()
+    assert simulation.last(quick.id).is_last
+    simulation.run()
+    assert [simulation.last(r.id).usage.n_output for r in slow] == [60, 60]  # type: ignore[union-attr]
+
+
+def test_a_full_queue_refuses_and_goes_on() -> None:
+    options = EngineOptions(max_waiting=2, seed=1)
+    simulation = Simulation(options)
+    requests = [request(f"number {i}", max_tokens=3) for i in range(10)]
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    errors = [simulation.last(r.id).error for r in requests]
+    assert [e.type for e in errors if e is not None] == ["QueueFullError"] * 4
+
+
+@pytest.mark.parametrize("can_shift", [True, False])
+def test_a_sliding_context_goes_on_beyond_the_context(can_shift: bool) -> None:
+    script = Script(answer_tokens=0, can_shift=can_shift)
+    simulation = Simulation(script=script, n_ctx=256, n_ctx_seq=128)
+    r = request(LONG, overflow=Overflow.SLIDE, n_keep=8, max_tokens=300)
+    simulation.add(r)
+    simulation.run()
+    usage = simulation.last(r.id).usage
+    assert usage is not None
+    assert usage.n_output == 300
+    assert usage.n_slid > 100
+
+
+def test_a_long_prompt_slides_by_whole_turns_and_says_so() -> None:
+    simulation = Simulation(n_ctx=256, n_ctx_seq=128)
+    turns = [LONG, LONG, LONG, LONG, LONG, LONG, LONG]
+    starts = tuple(sum(map(len, turns[:i])) for i in range(len(turns)))
+    r = request("".join(turns), overflow=Overflow.SLIDE, n_keep=5, turn_starts=starts, max_tokens=4)
+    simulation.add(r)
+    simulation.run()
+    warnings = [e.warning for e in simulation.events[r.id] if e.warning]
+    assert len(warnings) == 1
+    assert simulation.last(r.id).usage.n_slid > 20  # type: ignore[union-attr]
+
+
+def test_overflow_error_says_both_counts() -> None:
+    simulation = Simulation(n_ctx=256, n_ctx_seq=128)
+    r = request("x" * 400)
+    simulation.add(r)
+    simulation.run()
+    error = simulation.last(r.id).error
+    assert error is not None
+    assert error.attributes == {"n_prompt": 401, "n_ctx": 128}
+
+
+def test_generation_to_the_contexts_end_is_length() -> None:
+    simulation = Simulation(n_ctx=256, n_ctx_seq=128, script=Script(answer_tokens=0))
+    r = request("hello")
+    simulation.add(r)
+    simulation.run()
+    assert simulation.last(r.id).finish_reason is FinishReason.LENGTH
+
+
+def test_checkpoints_stand_in_for_shared_cells() -> None:
+    simulation = Simulation(script=Script(share="checkpoint"))
+    first = request(LONG * 2, max_tokens=5)
+    simulation.add(first)
+    simulation.run()
+    again = request(LONG * 2 + "and more", max_tokens=5)
+    simulation.add(again)
+    simulation.run()
+    assert simulation.last(again.id).usage.n_cached > 30  # type: ignore[union-attr]
+    assert simulation.text(again.id) == alone(again)
+    assert simulation.loop.scheduler.misses["no_checkpoint"] == 1
+
+
+@pytest.mark.parametrize("share", ["cells", "checkpoint", "none"])
+def test_every_kind_of_cache_gives_the_same_text(share: str) -> None:
+    requests = [request(LONG * 2 + f"{i}", max_tokens=30) for i in range(6)]
+    script = Script(share=share)  # type: ignore[arg-type]
+    simulation = Simulation(script=script, n_ctx=512, n_ctx_seq=256)
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+
+
+def test_speculation_changes_no_text_and_says_what_it_guessed() -> None:
+    options = EngineOptions(spec="ngram", seed=1, script=Script(answer_tokens=0))
+    simulation = Simulation(options, n_outputs_max=32)
+    r = request(LONG * 4, max_tokens=80)
+    for seq_prompt in (r,):
+        simulation.add(seq_prompt)
+    while not simulation.loop.scheduler.running:
+        simulation.turn()
+    seq = simulation.loop.scheduler.running[0]
+    plain = Simulation(EngineOptions(seed=1, script=Script(answer_tokens=0)))
+    plain.add(r)
+    plain.run()
+    truth = plain.ids(r.id)
+    numbers = random.Random(1)
+    while simulation.loop.scheduler.has_work:
+        n = seq.n_output
+        guess = truth[n : n + 4]
+        if guess and numbers.random() < 0.5:
+            guess[numbers.randrange(len(guess))] = 300
+        seq.draft = guess if seq.is_decoding else []
+        simulation.turn()
+    simulation.turn()
+    assert simulation.ids(r.id) == truth
+    usage = simulation.last(r.id).usage
+    assert usage is not None
+    assert 0 < usage.n_accepted < usage.n_drafted
+
+
+def test_a_schema_is_followed_and_others_are_not_disturbed() -> None:
+    schema = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+    simulation = Simulation(n_outputs_max=16)
+    factory = make_factory(vocabulary_of(simulation.backend))
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+    r = request("json please", grammar=grammar, max_tokens=60)
+    other = request(LONG, max_tokens=30)
+    simulation.add(other)
+    simulation.add(r, factory.compile(grammar))
+    simulation.run()
+    text = simulation.text(r.id)
+    assert text.startswith("{")
+    assert '"a"' in text
+    assert simulation.text(other.id) == alone(other)
+
+
+def test_no_cells_from_the_library_preempts_and_goes_on() -> None:
+    faults = (Fault(kind="code", code=1, at_step=6), Fault(kind="code", code=2, at_step=9))
+    simulation = Simulation(script=Script(faults=faults))
+    requests = [request(f"{LONG} {i}", max_tokens=20) for i in range(3)]
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+
+
+def test_an_exception_in_a_step_ends_requests_but_not_the_loop() -> None:
+    faults = (Fault(kind="raise", at_step=3),)
+    simulation = Simulation(script=Script(faults=faults))
+    simulation.add(request("one", id="one", max_tokens=10))
+    simulation.run()
+    assert simulation.last("one").error is not None
+    simulation.add(request("two", id="two", max_tokens=10))
+    simulation.run()
+    assert simulation.last("two").finish_reason is not FinishReason.ERROR
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["cells", "checkpoint", "none"]))
+def test_nothing_leaks_whatever_comes(seed: int, share: str) -> None:
+    run_random(seed, 25, share)
+
+
+def run_random(seed: int, n_requests: int, share: str = "cells") -> Simulation:
+    """Random requests on a small context; every invariant after every step; empty at the end."""
+    numbers = random.Random(seed)
+    script = Script(answer_tokens=20, share=share)  # type: ignore[arg-type]
+    options = EngineOptions(
+        seed=seed, script=script, spec=numbers.choice(["off", "ngram"]), max_waiting=n_requests
+    )
+    simulation = Simulation(
+        options, n_ctx=512, n_ctx_seq=256, n_batch=64, n_seq_max=6, n_outputs_max=12
+    )
+    open_ids: list[str] = []
+    for i in range(n_requests):
+        sampling = {
+            "max_tokens": numbers.randrange(1, 80),
+            "temperature": numbers.choice([0.0, 1.0]),
+            "n": numbers.choice([1, 1, 1, 2, 3]),
+            "stop": numbers.choice([(), (), (" the",), ("a", "bo")]),
+            "logprobs": numbers.choice([None, None, 2]),
+        }
+        prompt = LONG * numbers.randrange(0, 4) + "x" * numbers.randrange(1, 120)
+        r = request(
+            prompt,
+            id=f"q{i}",
+            priority=numbers.choice(list(Priority)),
+            overflow=numbers.choice(list(Overflow)),
+            n_keep=numbers.randrange(0, 20),
+            cache_prompt=numbers.random() < 0.8,
+            **sampling,
+        )
+        simulation.add(r)
+        open_ids.append(r.id)
+        for _ in range(numbers.randrange(0, 12)):
+            simulation.turn()
+        if numbers.random() < 0.2:
+            simulation.cancel(numbers.choice(open_ids))
+    simulation.run()
+    for request_id in open_ids:
+        assert simulation.last(request_id).is_last, request_id
+    simulation.loop.scheduler.drop_retained()
+    simulation.loop._apply(simulation.loop.scheduler.take_ops())
+    assert simulation.backend.n_cells_used == 0
+    assert simulation.backend.n_samplers == 0
+    assert simulation.loop.scheduler.n_cells_used == 0
+    assert not simulation.loop.output.groups
+    return simulation
