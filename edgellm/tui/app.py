@@ -30,7 +30,7 @@ from edgellm.errors import (
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.tui.downloads import Downloads, DownloadsChanged
 from edgellm.tui.palette import THEMES
-from edgellm.tui.ports import Endpoint, ModelRow, Progress, Services
+from edgellm.tui.ports import Endpoint, ModelRow, Progress, ServerHandle, Services
 from edgellm.tui.sessions import SessionStore
 from edgellm.tui.widgets import MODE_LABELS, NavBar
 
@@ -75,7 +75,19 @@ class EdgeApp(App[int]):
     }
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(f"{i},f{i},alt+{i}", f"go('{mode}')", label, show=False, id=f"go.{mode}")
+            Binding(f"{i}", f"go('{mode}')", label, show=False, id=f"go.{mode}")
+            for i, (mode, label) in enumerate(MODE_LABELS.items(), 1)
+        ),
+        # Priority: a text field has the digits for itself, and uses some function keys.
+        *(
+            Binding(
+                f"f{i},alt+{i}",
+                f"go('{mode}')",
+                label,
+                show=False,
+                id=f"jump.{mode}",
+                priority=True,
+            )
             for i, (mode, label) in enumerate(MODE_LABELS.items(), 1)
         ),
         Binding("question_mark", "help", "Keys", id="help", key_display="?"),
@@ -110,6 +122,7 @@ class EdgeApp(App[int]):
         if not self.preferred.animations:
             self.animation_level = "none"
         self.downloads = Downloads(self)
+        self.server: ServerHandle | None = None
 
     def _open_store(self) -> SessionStore:
         """The conversations; kept in memory, with a warning, where the disk refuses."""
@@ -145,6 +158,8 @@ class EdgeApp(App[int]):
         return "models" if self.store.setting("welcomed") else "welcome"
 
     async def on_unmount(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
         if self.endpoint is not None:
             await self.endpoint.close()
         self._disk.shutdown(wait=True)

@@ -85,6 +85,25 @@ So on a small card:
 """
 
 
+RUNS: Final[list[Json]] = [
+    {
+        "created": NOON - 86400 * i, "model": name, "scenario": scenario,
+        "summary": {
+            "decode_tps": tps, "prefill_tps": tps * 17, "output_tps": tps * streams,
+            "ttft_p50_s": ttft, "ttft_p99_s": ttft * 1.6, "tpot_p50_s": 1 / tps,
+            "tpot_p99_s": 1.3 / tps,
+        },
+    }
+    for i, (name, scenario, tps, streams, ttft) in enumerate((
+        ("Llama-3.1-8B-Instruct", "chat x1", 36.4, 1, 0.21),
+        ("Llama-3.1-8B-Instruct", "chat x8", 21.0, 8, 0.48),
+        ("Llama-3.1-8B-Instruct", "chat x1", 34.9, 1, 0.23),
+        ("Qwen3-4B-Instruct", "chat x1", 101.2, 1, 0.11),
+        ("Qwen3-4B-Instruct", "long prompt", 88.7, 1, 1.92),
+    ))
+]  # fmt: skip
+
+
 class DemoServices:
     """Implements :class:`edgellm.tui.ports.Services` from constants."""
 

@@ -18,6 +18,8 @@ from rich.theme import Theme
 from edgellm.tui.blocks import Block
 
 CODE_MARGIN: Final = 1
+LONG_TEXT: Final = 50_000
+"""Characters of a plain text from which it is cut instead of wrapped."""
 
 
 class _Heading(Heading):
@@ -139,7 +141,14 @@ class BlockRenderer:
         return self._trim(self._lines(EdgeMarkdown(block.text, hyperlinks=False), width))
 
     def plain(self, text: str, width: int, style: Style) -> list[list[Segment]]:
-        """Text as it is, wrapped."""
+        """Text as it is, wrapped; cut at the width where wrapping at words would take seconds."""
+        if len(text) > LONG_TEXT:
+            pieces = (
+                line[at : at + width]
+                for line in text.expandtabs(4).split("\n")
+                for at in range(0, max(len(line), 1), width)
+            )
+            return [[Segment(piece, style)] for piece in pieces]
         return self._lines(Text(text, style=style, overflow="fold"), width)
 
     def _lines(self, renderable: Markdown | Text, width: int) -> list[list[Segment]]:

@@ -328,7 +328,7 @@ class Transcript(ScrollView, can_focus=True):
         if chunk.kind == "thought":
             return _thought(turn, renderer, width)
         if chunk.kind == "plain":
-            return _folded(turn, renderer.plain(turn.text, width, ink.text), ink)
+            return _plain(turn, renderer, width)
         if chunk.kind == "note":
             return [[], *renderer.plain(f"▲ {turn.note}", width, ink.warning)]
         if chunk.kind == "block" and chunk.block is not None:
@@ -433,9 +433,15 @@ def _thought(turn: Turn, renderer: BlockRenderer, width: int) -> list[Line]:
     return [head, *renderer.plain(turn.reasoning.strip(), width, ink.muted + Style(italic=True))]
 
 
-def _folded(turn: Turn, lines: list[Line], ink: Ink) -> list[Line]:
-    if turn.unfolded or len(lines) <= FOLDED_LINES:
+def _plain(turn: Turn, renderer: BlockRenderer, width: int) -> list[Line]:
+    """What a person wrote, as it is; long texts folded, and laid out only as far as they show."""
+    if turn.unfolded:
+        return renderer.plain(turn.text, width, renderer.ink.text)
+    start = turn.text[: width * FOLDED_LINES * 2]
+    lines = renderer.plain(start, width, renderer.ink.text)
+    if len(start) == len(turn.text) and len(lines) <= FOLDED_LINES:
         return lines
-    rest = len(lines) - FOLDED_LINES // 2
-    more: Line = [Segment(f"▸ {rest} more lines (space unfolds)", ink.muted)]
-    return [*lines[: FOLDED_LINES // 2], more]
+    kept = lines[: FOLDED_LINES // 2]
+    n_rest = len(turn.text) - sum(len(_text_of(line)) for line in kept)
+    more = Segment(f"▸ {n_rest:,} more characters (space unfolds)", renderer.ink.muted)
+    return [*kept, [more]]

@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Sparkline, Static
+from textual.widgets import Static
 
 MODE_LABELS: Final = {
     "models": "Models",
@@ -241,19 +241,33 @@ class Meter(Widget):
         return Strip(painted).adjust_cell_length(width, base)
 
 
+class Spark(Widget):
+    """The last readings as bars from zero, the newest at the right edge."""
+
+    DEFAULT_CSS = """
+    Spark { height: 2; width: 1fr; color: $primary 75%; }
+    """
+    data: reactive[Sequence[float]] = reactive(tuple)
+    EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+    def render_line(self, y: int) -> Strip:
+        width, height = self.size.width, self.size.height
+        shown = list(self.data)[-width:]
+        # A little air above the highest bar: a steady value is a band, not a wall.
+        top = max(shown, default=0.0) * 1.25 or 1.0
+        levels = [round(max(value, 0.0) / top * height * 8) for value in shown]
+        below = (height - 1 - y) * 8
+        bars = "".join(self.EIGHTHS[min(max(level - below, 0), 8)] for level in levels)
+        return Strip([Segment(bars.rjust(width), self.rich_style)])
+
+
 class Metric(Vertical):
     """A number that lives: its name, its value now, and the last minutes as a sparkline."""
 
     DEFAULT_CSS = """
-    Metric {
-        height: 5; width: 1fr; padding: 0 1; background: $surface;
-        border-left: thick $border;
-    }
-    Metric .metric-name { color: $muted; height: 1; }
-    Metric .metric-value { text-style: bold; height: 1; }
-    Metric Sparkline { height: 2; }
-    Metric Sparkline > .sparkline--max-color { color: $primary; }
-    Metric Sparkline > .sparkline--min-color { color: $primary 40%; }
+    Metric { height: 4; width: 1fr; padding: 0 1; background: $surface; }
+    Metric .metric-name { color: $muted; height: 1; text-wrap: nowrap; }
+    Metric .metric-value { text-style: bold; height: 1; text-wrap: nowrap; }
     """
 
     def __init__(self, name: str, *, id: str) -> None:
@@ -264,20 +278,21 @@ class Metric(Vertical):
     def compose(self) -> ComposeResult:
         yield Static(self._title, classes="metric-name")
         yield Static("–", classes="metric-value")
-        yield Sparkline([], summary_function=max)
+        yield Spark()
 
     @property
     def data(self) -> list[float]:
         return list(self._data)
 
-    def push(self, value: float | None, text: str) -> None:
+    def push(self, value: float | None, text: str, *, title: str | None = None) -> None:
         """A new reading; None keeps the line as it is and says there is nothing."""
         self.query_one(".metric-value", Static).update(text)
-        if value is None:
-            return
-        self._data.append(value)
-        spark = self.query_one(Sparkline)
-        spark.data = list(self._data)[-max(self.size.width - 4, 10) :]
+        if title is not None and title != self._title:
+            self._title = title
+            self.query_one(".metric-name", Static).update(title)
+        if value is not None:
+            self._data.append(value)
+            self.query_one(Spark).data = tuple(self._data)
 
 
 def _style(color: str, *, bold: bool = False) -> Style:

@@ -38,6 +38,7 @@ T = TypeVar("T")
 FRAME_S: Final = 1 / 30
 POLITE_FRAME_S: Final = 1 / 8
 """When the model computes on this CPU, every frame is taken from it."""
+RETRY_S: Final = 2.0
 SAVE_S: Final = 0.4
 """How much of an answer a crash may cost."""
 MAX_ATTACHMENT: Final = 4 * 1024 * 1024
@@ -75,7 +76,7 @@ class ChatScreen(EdgeScreen):
     ChatScreen #sessions:focus { background-tint: $background 0%; }
     ChatScreen #transcript { padding: 0 1; }
     ChatScreen #hint { height: 1fr; align: center middle; display: none; }
-    ChatScreen #hint Static { width: 62; max-width: 90%; color: $muted; }
+    ChatScreen #hint Static { width: 62; max-width: 90%; color: $muted; text-align: center; }
     ChatScreen.-blank #hint { display: block; }
     ChatScreen.-blank #transcript { display: none; }
     ChatScreen #attached { height: auto; padding: 0 2; color: $accent; display: none; }
@@ -101,8 +102,8 @@ class ChatScreen(EdgeScreen):
         Binding("right_square_bracket", "branch(1)", "Other branch", show=False, id="chat.after"),
         Binding("i", "write", "Write", show=False, id="chat.write"),
         Binding("slash", "find", "Find a conversation", show=False, id="chat.find"),
-        Binding("f2", "rename", "Rename", show=False, id="chat.rename"),
-        Binding("ctrl+e", "export", "Export", show=False, id="chat.export"),
+        Binding("m", "rename", "Rename", show=False, id="chat.rename"),
+        Binding("x", "export", "Export", show=False, id="chat.export"),
         Binding("delete", "delete", "Delete the conversation", show=False, id="chat.delete"),
     ]
     session: reactive[Session | None] = reactive(None)
@@ -431,7 +432,7 @@ class ChatScreen(EdgeScreen):
         """Write a finished answer; on a full disk keep trying in the background."""
         await self._disk(self.edge.store.finish, message_id, **values)
         if self._disk_full:
-            self.set_timer(2.0, lambda: self._try_again(message_id, values))
+            self.set_timer(RETRY_S, lambda: self._try_again(message_id, values))
 
     async def _try_again(self, message_id: str, values: dict[str, Any]) -> None:
         await self._keep_until_saved(message_id, values)
