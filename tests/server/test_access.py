@@ -136,7 +136,8 @@ def test_concurrency_is_limited_by_key(serving: Callable[..., Running]) -> None:
     endless = {**CHAT, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
     with running.client(headers=bearer("sk-a")) as client:
         with client.stream("POST", "/v1/chat/completions", json=endless) as stream:
-            next(stream.iter_bytes())
+            chunks = stream.iter_bytes()
+            next(chunks)
             second = client.post("/v1/chat/completions", json=CHAT)
             other = client.post("/v1/chat/completions", json=CHAT, headers=bearer("sk-b"))
         assert second.status_code == 429
