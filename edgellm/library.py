@@ -23,7 +23,7 @@ from edgellm.units import format_bytes
 
 # What nobody runs by choice: twice the bytes of Q8_0 and no better answers.
 _UNQUANTIZED: Final = ("F32", "F16", "BF16", "")
-PREFERRED: Final = "Q4_K_M"
+PREFERRED: Final = ("Q4_K_M", "UD-Q4_K_M")
 # Q4_K_M is taken in place of a choice that is at most this much larger.
 _EQUAL: Final = 1.05
 
@@ -129,7 +129,7 @@ def _largest_whole(
 
 def _as_good(choice: Choice, choices: Sequence[Choice]) -> Choice:
     for other in choices:
-        if other.quant == PREFERRED and choice.n_bytes <= other.n_bytes * _EQUAL:
+        if other.quant in PREFERRED and choice.n_bytes <= other.n_bytes * _EQUAL:
             return other
     return choice
 
@@ -162,7 +162,7 @@ def _largest_fitting(
 
 def _preferred(choices: Sequence[Choice]) -> Choice:
     """Q4_K_M, or what is nearest to its usual size among the others: the median."""
-    named = [c for c in choices if c.quant == PREFERRED]
+    named = [c for c in choices if c.quant in PREFERRED]
     return named[0] if named else choices[len(choices) // 2]
 
 

@@ -181,33 +181,40 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
     )
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model of the catalog (models/catalog.toml). What is not known is left out there."""
 
     name: str
     repo: str
-    files: str
-    """A pattern for its files: ``*`` stands for the quantisation and shard number."""
+    file: str
+    """One of its files (the first shard); ``pull`` chooses among all quantisations."""
     parameters: str
-    """As its makers say it: ``8.2B``, ``30.5B, 3.3B active``."""
+    """As its makers say it: ``8B``, ``30B, 3B active``."""
     good_at: tuple[str, ...]
+    """Of GOOD_AT."""
+    sha256: str | None = None
+    """Of ``file``."""
+    projector: str | None = None
+    """The vision projector's file."""
     license: str | None = None
-    quants: tuple[str, ...] = ()
-    sizes: dict[str, int] = {}
-    """Bytes by quantisation, where they were looked up."""
+    template: str | None = None
+    """What to know about its chat template."""
     arch: str | None = None
     n_layer: int | None = None
     n_embd: int | None = None
     n_head: int | None = None
     n_head_kv: int | None = None
     n_ff: int | None = None
-    n_ctx_train: int | None = None
-    n_vocab: int | None = None
     n_expert: int | None = None
     n_expert_used: int | None = None
-    template: str | None = None
-    """What to know about its chat template."""
-    sources: tuple[str, ...] = ()
+    n_vocab: int | None = None
+    n_ctx_train: int | None = None
+
+
+GOOD_AT: Final = (
+    *("chat", "code", "reasoning", "vision", "tools", "multilingual"),
+    *("embedding", "reranking"),
+)
 
 
 def entries() -> list[Entry]:

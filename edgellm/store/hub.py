@@ -93,7 +93,8 @@ def choose(found: Listing, ref: HubRef) -> Choice | None:
         wanted = [c for c in found.choices if any(f.name == ref.file for f in c.files)]
         wanted = wanted or [c for c in found.choices if c.name == display_name(ref.file)]
     elif ref.quant is not None:
-        wanted = [c for c in found.choices if c.quant == ref.quant.upper()]
+        names = (ref.quant.upper(), f"UD-{ref.quant.upper()}")
+        wanted = [c for name in names for c in found.choices if c.quant == name]
     else:
         return None
     if not wanted:

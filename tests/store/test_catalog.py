@@ -8,7 +8,7 @@ import pytest
 
 from edgellm import paths
 from edgellm.errors import ModelNotFoundError
-from edgellm.store.catalog import HubRef, parse_hub_ref, resolve
+from edgellm.store.catalog import GOOD_AT, HubRef, entries, parse_hub_ref, resolve
 from edgellm.store.names import display_name, quant_of
 from tests.store import layouts
 
@@ -129,3 +129,35 @@ def test_the_quantisation_in_a_files_name(file: str, quant: str) -> None:
 def test_names_leave_out_folder_ending_and_shard() -> None:
     assert display_name("/x/big-Q4_0-00001-of-00003.gguf") == "big-Q4_0"
     assert display_name("a.b.GGUF") == "a.b"
+
+
+# --- the catalog that comes with edgellm
+
+
+def test_the_catalogs_entries_are_sound() -> None:
+    found = entries()
+    assert 40 <= len(found) <= 60
+    names = [entry.name for entry in found]
+    assert len(set(names)) == len(names)
+    for entry in found:
+        assert entry.name == entry.name.lower()
+        assert parse_hub_ref(f"hf:{entry.repo}") == HubRef(repo=entry.repo)
+        assert entry.file.endswith(".gguf")
+        assert quant_of(entry.file)
+        assert set(entry.good_at) <= set(GOOD_AT)
+        assert ("vision" in entry.good_at) <= (entry.projector is not None), entry.name
+        assert entry.sha256 is None or len(entry.sha256) == 64
+
+
+def test_the_catalog_has_something_for_every_use() -> None:
+    for use in GOOD_AT:
+        assert any(use in entry.good_at for entry in entries()), use
+
+
+def test_a_catalog_name_leads_to_its_repository(home: Path) -> None:
+    entry = entries()[0]
+    found = resolve(entry.name)
+    assert (found.source, found.hub) == ("catalog", HubRef(repo=entry.repo))
+    assert resolve(f"{entry.name}:q8_0").hub == HubRef(repo=entry.repo, quant="Q8_0")
+    link = layouts.hf(home / ".cache/huggingface/hub", entry.repo, "x-Q8_0.gguf")
+    assert resolve(f"{entry.name}:Q8_0").path == link
