@@ -295,8 +295,9 @@ def _stalls(running: Sequence[Sample], intruder: Sample) -> Figures:
         "n_intruder_prompt": float(intruder.n_prompt or 0),
         "error_ratio": 0.0,
     }
-    if during and calm:
+    if during:
         figures["worst_itl_s"] = max(during)
         figures["during_itl_p50_s"] = percentile(sorted(during), 50) or 0.0
+    if during and calm:
         figures["worst_over_calm"] = max(during) / calm
     return figures

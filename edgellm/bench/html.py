@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from edgellm.bench.report import DIFF_METRICS
-from edgellm.bench.results import BenchRun, compare_runs, flat, format_metric, settings_diff
+from edgellm.bench.results import BenchRun, Level, compare_runs, flat, format_metric, settings_diff
 from edgellm.bench.stats import METRICS
 from edgellm.units import format_bytes
 
@@ -23,7 +23,16 @@ _RIGHT: Final = 14
 _TOP: Final = 14
 _BOTTOM: Final = 42
 # Distinguishable for people with any colour vision, on white and on dark (Okabe and Ito).
-_COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c00")
+_COLOURS: Final = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c8c00",
+    "#7a5195",
+)
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,10 +129,15 @@ def _short(number: int | None, run: BenchRun, n_runs: int) -> str:
     return run.label or (f"#{number}" if number is not None else run.target.name)
 
 
+def _levels(run: BenchRun, n_runs: int) -> Sequence[Level]:
+    """All levels of one run, the highest of each when several runs share a chart."""
+    return run.levels if n_runs == 1 else run.levels[-1:]
+
+
 def _distribution(runs: Sequence[tuple[int | None, BenchRun]], title: str, curve: str) -> Chart:
     series = []
     for number, run in runs:
-        for level in run.levels:
+        for level in _levels(run, len(runs)):
             values = level.curves.get(curve, ())
             # The first and last percentile are one request each: they only stretch the axis.
             points = tuple((max(v, 1e-6), float(p)) for p, v in enumerate(values) if 1 <= p <= 99)
@@ -136,15 +150,16 @@ def _over_time(runs: Sequence[tuple[int | None, BenchRun]]) -> Chart:
     series = [
         Series(
             name=" ".join(filter(None, (_short(number, run, len(runs)), level.label))),
-            points=level.timeline,
+            points=tuple((100 * (i + 0.5) / n, y) for i, (_, y) in enumerate(level.timeline)),
         )
         for number, run in runs
-        for level in run.levels
+        for level in _levels(run, len(runs))
+        if (n := len(level.timeline))
     ]
     return Chart(
-        title="Output over the last repeat",
+        title="Output rate within the last repeat",
         series=tuple(series),
-        x_label="seconds",
+        x_label="% of the repeat",
         unit="tok/s",
     )
 
@@ -161,8 +176,9 @@ def draw(chart: Chart) -> str:
         for i, s in enumerate(chart.series)
         if s.points
     )
+    unit = "" if chart.unit == "s" else escape(chart.unit)
     return (
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>"
+        f"<figure><figcaption>{escape(chart.title)} <small>{unit}</small></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(chart.title)}">'
         f'{"".join(parts)}</svg><div class="legend">{legend}</div></figure>'
     )
@@ -260,8 +276,9 @@ def nice_ticks(low: float, high: float, n: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every decade, or only 1 when there are many."""
-    steps = (1, 2, 5) if high - low < 2.2 else (1,)
+    """Places in every decade that people call round: fewer, the more decades there are."""
+    span = high - low
+    steps = (1, 1.5, 2, 3, 5, 7) if span < 1 else (1, 2, 5) if span < 2.2 else (1,)
     exponents = range(math.floor(low), math.ceil(high) + 1)
     values = [m * 10.0**e for e in exponents for m in steps]
     return [v for v in values if low <= math.log10(v) <= high]
