@@ -28,14 +28,18 @@ class Progress(Listener):
         now = time.monotonic()
         self.rate.add(name, now, done)
         last = total is not None and done >= total
-        if not self.out.isatty() or (now - self.drawn_at < _EVERY_S and not last):
-            return
-        self.drawn_at = now
-        self.out.write(f"\r\x1b[K{line(name, done, total, self.rate.per_second())}")
-        self.is_drawn = True
+        if last or now - self.drawn_at >= _EVERY_S:
+            self.draw(line(name, done, total, self.rate.per_second()))
         if last:
             self.end()
-        self.out.flush()
+
+    def draw(self, text: str) -> None:
+        """Replace the drawn line."""
+        if self.out.isatty():
+            self.drawn_at = time.monotonic()
+            self.out.write(f"\r\x1b[K{text}")
+            self.out.flush()
+            self.is_drawn = True
 
     def note(self, message: str) -> None:
         self.end()
@@ -46,6 +50,7 @@ class Progress(Listener):
         """Leave the drawn line and start a new one."""
         if self.is_drawn:
             self.out.write("\n")
+            self.out.flush()
             self.is_drawn = False
 
 

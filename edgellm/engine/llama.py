@@ -11,7 +11,8 @@ import re
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -21,7 +22,9 @@ import msgspec
 import numpy as np
 
 from edgellm.engine.backend import OK, Allowed, Limits, OnProgress, Span
+from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
+from edgellm.engine.quantize import QuantizeJob
 from edgellm.engine.sampling import has_penalties, needs_all_logits
 from edgellm.errors import DoesNotFitError, EngineError, GGUFError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanParams
@@ -825,3 +828,57 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     lib.llama_free(ctx)
     lib.llama_model_free(model)
     return report
+
+
+def quantize_file(job: QuantizeJob, on_line: Callable[[str], None]) -> None:
+    """Write ``job.target`` from ``job.source`` with llama.cpp's quantiser, or with ``dry_run`` only
+    say what each tensor would become. ``on_line`` gets its log. Raises EngineError."""
+    log = _LineLog(on_line)
+    lib.llama_backend_init()
+    params = lib.llama_model_quantize_default_params()
+    params.nthread = job.n_threads
+    params.ftype = job.file_type
+    params.allow_requantize = job.allow_requantize
+    params.dry_run = job.dry_run
+    # The array and what its pointers point to must outlive the call.
+    keep = _imatrix_data(job.imatrix) if job.imatrix else None
+    if keep is not None:
+        params.imatrix = keep[0]
+    code = lib.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params))
+    if code != 0:
+        said = [line for line in log.lines if "fail" in line or "disabled" in line]
+        raise EngineError(f"llama.cpp could not quantize: {'; '.join(said) or f'code {code}'}")
+
+
+class _LineLog:
+    """llama.cpp's log, whole lines to a function; the last few are kept."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.lines: deque[str] = deque(maxlen=20)
+        self._on_line = on_line
+        self._partial = ""
+        self._callback = lib.llama_log_callback(self._take)
+        lib.llama_log_set(self._callback, None)
+
+    def _take(self, level: int, text: bytes, _: object) -> None:
+        self._partial += text.decode("utf-8", "replace")
+        *lines, self._partial = self._partial.split("\n")
+        for line in lines:
+            if level != 4:  # debug
+                self.lines.append(line)
+                self._on_line(line)
+
+
+def _imatrix_data(path: str) -> tuple[Any, list[Any]]:
+    """llama_model_imatrix_data[]: by name the mean squares of what a weight is multiplied with, an
+    entry of zeros at the end (``i_data`` in tools/quantize/quantize.cpp)."""
+    entries = read_imatrix(path)
+    kept: list[Any] = []
+    data = (lib.llama_model_imatrix_data * (len(entries) + 1))()
+    for slot, (name, values) in zip(data, entries.items(), strict=False):
+        buffer = (ctypes.c_float * len(values)).from_buffer(values)
+        kept += [name.encode(), values, buffer]
+        slot.name = kept[-3]
+        slot.data = ctypes.cast(buffer, ctypes.POINTER(ctypes.c_float))
+        slot.size = len(values)
+    return data, kept

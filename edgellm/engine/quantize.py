@@ -1,0 +1,117 @@
+"""Quantising a model in a child process: ``python -m edgellm.engine.quantize`` is the child.
+
+The child reads one job from stdin as JSON and writes one JSON object a line: a tensor done, or an
+error. An abort inside llama.cpp ends the child alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from edgellm.errors import EdgeLLMError, EngineError
+
+# ``llama_model_quantize_impl`` in src/llama-quant.cpp.
+_TENSOR: Final = re.compile(
+    r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)\s+-\s+\[.*\], type =\s*(\S+),.*?"
+    r"size =\s*([\d.]+) MiB(?: ->\s*([\d.]+) MiB(?: \((\S+)\))?)?"
+)
+
+
+class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. ``file_type`` is llama.h's llama_ftype."""
+
+    source: str
+    target: str
+    file_type: int
+    n_threads: int
+    allow_requantize: bool = False
+    imatrix: str | None = None
+    dry_run: bool = False
+
+
+class TensorDone(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor: number ``index`` of ``count``. ``to_type`` is given by dry runs for tensors that
+    change, as ggml writes it (``q4_K``)."""
+
+    index: int
+    count: int
+    name: str
+    from_type: str
+    to_type: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    tensor: TensorDone | None = None
+    error: str | None = None
+
+
+def run(job: QuantizeJob) -> Iterator[TensorDone]:
+    """Carry out a job in a child, tensor by tensor. Closing the iterator ends the child.
+
+    Raises EngineError when it fails, with what llama.cpp said.
+    """
+    command = [sys.executable, "-m", "edgellm.engine.quantize"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        if child.stdin is None or child.stdout is None:
+            raise EngineError("the quantiser's pipes could not be opened")
+        try:
+            child.stdin.write(msgspec.json.encode(job))
+            child.stdin.close()
+            for line in child.stdout:
+                message = msgspec.json.decode(line, type=_Message)
+                if message.error is not None:
+                    raise EngineError(message.error)
+                if message.tensor is not None:
+                    yield message.tensor
+        finally:
+            if child.poll() is None and sys.exc_info()[0] is not None:
+                child.kill()
+        if child.wait() != 0:
+            raise EngineError(f"the quantiser ended with code {child.returncode}")
+
+
+def parse_line(line: str) -> TensorDone | None:
+    """A line of the quantiser's log about one tensor."""
+    match = _TENSOR.search(line)
+    if match is None:
+        return None
+    index, count, name, from_type, _, _, to_type = match.groups()
+    return TensorDone(
+        index=int(index), count=int(count), name=name, from_type=from_type, to_type=to_type
+    )
+
+
+def main() -> int:
+    """The child."""
+    from edgellm.engine import llama
+
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=QuantizeJob)
+
+    def say(line: str) -> None:
+        done = parse_line(line)
+        if done is not None:
+            _send(_Message(tensor=done))
+
+    try:
+        llama.quantize_file(job, say)
+    except EdgeLLMError as error:
+        _send(_Message(error=error.message))
+        return 1
+    return 0
+
+
+def _send(message: _Message) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
