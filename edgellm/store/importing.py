@@ -12,7 +12,7 @@ from typing import BinaryIO, Final, Literal
 import msgspec
 
 from edgellm.config import StoreSettings
-from edgellm.errors import ChecksumError, StoreError
+from edgellm.errors import ChecksumError, GGUFError, StoreError
 from edgellm.store import records, transfer
 from edgellm.store.locks import locked
 from edgellm.store.names import SHARD, display_name
@@ -42,6 +42,8 @@ def import_model(
     listener = listener or Listener()
     sources = _shards(source)
     for path in sources:
+        if not path.is_file():
+            raise GGUFError(path, "this shard of the model is missing")
         check(path)
     folder = records.store_folder(settings)
     record = _record(sources, folder, name, mode)

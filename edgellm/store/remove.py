@@ -49,11 +49,13 @@ def removal_of(model: LocalModel, settings: StoreSettings | None = None) -> Remo
 
 def removal_of_record(record: Record, settings: StoreSettings | None = None) -> Removal:
     """How to delete what a record stands for, a partial included."""
-    used = {f.blob for r in records.load_all(settings) if r.ref != record.ref for f in r.files}
+    others = [f for r in records.load_all(settings) if r.ref != record.ref for f in r.files]
+    used, shown = {file.blob for file in others}, {file.path for file in others}
     paths, kept, n_bytes = [], [], 0
     for file in record.files:
         reason = _reason_to_keep(file, used)
-        paths += [p for p in _own_links(file, reason) if os.path.lexists(p)]
+        if file.path not in shown:
+            paths += [p for p in _own_links(file, reason) if os.path.lexists(p)]
         if reason:
             kept.append(f"{file.name}: {reason}")
             continue
