@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from edgellm.chat import messages as shapes
+from edgellm.chat import reasoning, schema, turns
 from edgellm.chat import template as templates
+from edgellm.chat.caps import Caps, find_caps, fit
 from edgellm.chat.deltas import OutputParser, PlainParser
-from edgellm.chat.template import ChatModel
+from edgellm.chat.messages import Message
+from edgellm.chat.reasoning import ChatParser, Thinking
+from edgellm.chat.template import CHATML, ChatModel, TemplateRefusedError
+from edgellm.chat.tool_parsers import Family, generic
+from edgellm.chat.tool_parsers import choose as choose_family
+from edgellm.chat.tools import Shape, ToolPlan, build_grammar, generic_prompt, plan_tools
+from edgellm.errors import InvalidRequestError
 from edgellm.request import Grammar
 
 
 class PreparedChat:
-    """A rendered conversation. ``parser`` reads the first choice; each further choice of the
-    same request needs its own ``new_parser()``."""
+    """A rendered conversation and how its answer is constrained and read.
 
-    def __init__(self, prompt: str, *, add_special: bool) -> None:
+    ``parser`` reads the first choice; each further choice of the same request needs its own
+    ``new_parser()``. ``turn_starts`` and ``n_keep_chars`` cost a few renders when first read.
+    """
+
+    def __init__(
+        self,
+        prompt: str,
+        *,
+        add_special: bool,
+        stop: tuple[str, ...],
+        grammar: Grammar | None,
+        warnings: tuple[str, ...],
+        new_parser: Callable[[], OutputParser],
+        find_turns: Callable[[], turns.Turns],
+    ) -> None:
         self.prompt = prompt
         self.add_special = add_special
-        self.stop: tuple[str, ...] = ()
-        self.grammar: Grammar | None = None
-        self.turn_starts: tuple[int, ...] = ()
-        self.n_keep_chars = 0
-        self.warnings: tuple[str, ...] = ()
-        self.parser = self.new_parser()
+        self.stop = stop
+        self.grammar = grammar
+        self.warnings = warnings
+        self.new_parser = new_parser
+        self._find_turns = find_turns
 
-    def new_parser(self) -> OutputParser:
-        return PlainParser()
+    @cached_property
+    def parser(self) -> OutputParser:
+        """The parser of the first choice."""
+        return self.new_parser()
+
+    @cached_property
+    def _turns(self) -> turns.Turns:
+        return self._find_turns()
+
+    @property
+    def turn_starts(self) -> tuple[int, ...]:
+        """Character offsets in ``prompt`` where whole turns (a user message and what answers it)
+        begin, in order; empty when the template does not let them be found."""
+        return self._turns.starts
+
+    @property
+    def n_keep_chars(self) -> int:
+        """Characters at the start (BOS, system prompt, tools) that sliding must keep."""
+        return self._turns.n_keep_chars
 
 
 def prepare_chat(
@@ -34,23 +73,140 @@ def prepare_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    tool_choice: str | Mapping[str, Any] = "auto",
+    tool_choice: str | Mapping[str, Any] | None = "auto",
     parallel_tool_calls: bool = True,
     response_format: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
     template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> PreparedChat:
-    """Render ``messages`` with the model's template. InvalidRequestError names the parameter."""
-    _ = (tool_choice, parallel_tool_calls, response_format, reasoning_effort)
-    source = templates.choose(model, template, with_tools=bool(tools))
-    names = templates.variables(
-        model,
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        extra=template_kwargs or {},
+    """Render ``messages`` with the model's template.
+
+    ``template`` is a named template of the model's or Jinja text; ``template_kwargs`` reach it as
+    they are. With ``continue_final_message`` the last (assistant) message is left open for the
+    model to go on with. InvalidRequestError names the parameter.
+    """
+    plan = plan_tools(tools, tool_choice, parallel=parallel_tool_calls)
+    wanted = schema.response_schema(response_format)
+    conversation = shapes.read_messages(messages, can_see=model.can_see)
+    extra = _extra(reasoning_effort, template_kwargs)
+    source = templates.choose(model, template, with_tools=plan.mode != "none")
+    caps = find_caps(source)
+    render = _renderer(model, source, plan, caps, extra)
+    is_continued = continue_final_message and conversation[-1]["role"] == "assistant"
+    fitted, prompt = _fit_and_render(
+        _offer_generic(conversation, plan, caps),
+        caps,
+        render,
+        open_turn=add_generation_prompt and not is_continued,
     )
-    prompt, add_special = templates.settle_bos(model, templates.render(source, names))
-    return PreparedChat(prompt, add_special=add_special)
+    if is_continued:
+        prompt = _cut_after(prompt, fitted[-1]["content"])
+    prompt, add_special = templates.settle_bos(model, prompt)
+    thinking = reasoning.find_style(source)
+    shape = Shape(
+        thinking=None if reasoning.is_thinking_off(extra) else thinking,
+        is_open=thinking is not None and thinking.is_open(prompt),
+        family=_family(model, source, plan, caps),
+    )
+    return PreparedChat(
+        prompt,
+        add_special=add_special,
+        stop=("<|im_end|>",) if source == CHATML else (),
+        grammar=build_grammar(plan, shape, wanted),
+        warnings=plan.warnings,
+        new_parser=_parser_maker(thinking, shape, plan),
+        find_turns=lambda: turns.find(prompt, fitted, render, model.bos_text),
+    )
+
+
+def _extra(effort: str | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The template's further variables; explicit ones win over what the effort implies."""
+    if effort is not None and effort not in reasoning.EFFORTS:
+        raise InvalidRequestError(
+            f"reasoning_effort must be one of {', '.join(reasoning.EFFORTS)}",
+            param="reasoning_effort",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidRequestError("chat_template_kwargs is an object", param="chat_template_kwargs")
+    return {**reasoning.effort_variables(effort), **(kwargs or {})}
+
+
+def _renderer(
+    model: ChatModel, source: str, plan: ToolPlan, caps: Caps, extra: Mapping[str, Any]
+) -> turns.Render:
+    shown = plan.shown if plan.mode != "none" and caps.shows_tools else None
+
+    def render(messages: list[Message], open_turn: bool) -> str:
+        names = templates.variables(
+            model, messages, tools=shown, add_generation_prompt=open_turn, extra=extra
+        )
+        return templates.render(source, names)
+
+    return render
+
+
+def _offer_generic(messages: list[Message], plan: ToolPlan, caps: Caps) -> list[Message]:
+    """Tell a model about tools in the system prompt when its template cannot."""
+    if plan.mode == "none" or caps.shows_tools:
+        return messages
+    return shapes.with_system(messages, generic_prompt(plan.shown))
+
+
+def _fit_and_render(
+    messages: list[Message], caps: Caps, render: turns.Render, *, open_turn: bool
+) -> tuple[list[Message], str]:
+    """The messages in the first form the template accepts, and the prompt."""
+    fitted = fit(messages, caps)
+    merged = shapes.merged(fitted)
+    refused: TemplateRefusedError | None = None
+    for form in (fitted, merged, shapes.system_in_user(fitted), shapes.system_in_user(merged)):
+        form = shapes.merged(form) if refused and form is not fitted else form  # noqa: PLW2901
+        try:
+            prompt = render(form, open_turn)
+        except TemplateRefusedError as error:
+            refused = refused or error
+            continue
+        if not _has_system(form, prompt):
+            form = shapes.system_in_user(form)  # noqa: PLW2901
+            prompt = render(form, open_turn)
+        return form, prompt
+    raise refused or InvalidRequestError("the chat template fails", param="messages")
+
+
+def _has_system(messages: list[Message], prompt: str) -> bool:
+    """Whether every system text reached the prompt: some templates drop them silently."""
+    texts = (m["content"] for m in messages if m["role"] in ("system", "developer"))
+    return all(text.strip() in prompt for text in texts if isinstance(text, str))
+
+
+def _cut_after(prompt: str, content: Any) -> str:
+    """The prompt up to the end of the last message's text."""
+    text = content.rstrip() if isinstance(content, str) else ""
+    at = prompt.rfind(text)
+    if not text or at < 0:
+        raise InvalidRequestError(
+            "the last message cannot be continued with this chat template", param="messages"
+        )
+    return prompt[: at + len(text)]
+
+
+def _family(model: ChatModel, source: str, plan: ToolPlan, caps: Caps) -> Family | None:
+    """How calls are written; gpt-oss's channels matter without tools too."""
+    family = choose_family(source, model.arch)
+    if family is not None and family.parse is not None:
+        return family
+    if plan.mode == "none":
+        return None
+    return family if family is not None and caps.shows_tools else generic(family)
+
+
+def _parser_maker(
+    thinking: Thinking | None, shape: Shape, plan: ToolPlan
+) -> Callable[[], OutputParser]:
+    family: Family | None = shape.family
+    if thinking is None and family is None:
+        return PlainParser
+    return lambda: ChatParser(thinking, family, plan.callable, is_open=shape.is_open)

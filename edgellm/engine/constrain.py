@@ -453,7 +453,7 @@ def _explain(kind: GrammarKind, text: str, error: str) -> str:
 
 def _brief(error: str) -> str:
     """llguidance's message without the picture of the grammar around it."""
-    if error == "NoExtensionBias":
+    if "NoExtensionBias" in error:
         return "no text can match it"
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     reason = next((line for line in lines[1:] if line.startswith("error:")), "")

@@ -1,0 +1,245 @@
+"""JSON Schema as people really send it, made into what the grammar engine takes.
+
+Tools are helpful even when a detail of their schema cannot be enforced: it is dropped, with a
+warning. A ``response_format`` is a promise: what cannot be enforced there is an error with its
+path (:func:`check`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from edgellm.errors import InvalidRequestError
+from edgellm.request import Grammar, GrammarKind
+
+MAX_DEPTH: Final = 90  # serde_json, which reads the schema in the engine, stops at 128
+MAX_NODES: Final = 20_000
+TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
+_TYPE_ALIASES: Final = {
+    **{"int": "integer", "float": "number", "double": "number", "str": "string"},
+    **{"dict": "object", "map": "object", "list": "array", "tuple": "array", "bool": "boolean"},
+    **{"none": "null", "text": "string", "long": "integer"},
+}
+# llguidance 1.9, docs/json_schema.md.
+FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+UNENFORCEABLE: Final = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("unevaluatedProperties", "unevaluatedItems", "contentEncoding", "contentMediaType"),
+        *("$dynamicRef", "$recursiveRef"),
+    )
+)
+ANNOTATIONS: Final = frozenset(
+    (
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
+        *("writeOnly", "$comment", "$schema", "$id", "id", "$anchor", "strict", "nullable"),
+        *("discriminator", "xml", "externalDocs", "contentSchema"),
+    )
+)
+_LOOK_AROUND: Final = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9bB]|\(\?P=|\\k<|\(\?>")
+_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE: Final = ("items", "additionalProperties", "additionalItems")
+
+Refuse = Callable[[str, str], None]
+"""Called with the path and what cannot be enforced there: warns or raises."""
+
+
+class _Cleaner:
+    """Walks one schema; ``refuse`` decides what happens with what cannot be enforced."""
+
+    def __init__(self, root: Any, refuse: Refuse) -> None:
+        self.root = root
+        self.refuse = refuse
+        self.n_nodes = 0
+
+    def clean(self, schema: Any, path: str, depth: int = 0) -> Any:
+        self.n_nodes += 1
+        if depth > MAX_DEPTH or self.n_nodes > MAX_NODES:
+            raise InvalidRequestError(f"the JSON Schema is too large at {path[:120]}", param=None)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            self.refuse(path, f"a schema is an object, not {json.dumps(schema)[:40]}")
+            return {}
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            self._keyword(out, key, value, f"{path}.{key}", depth)
+        if schema.get("nullable") is True and isinstance(out.get("type"), str):
+            out["type"] = [out["type"], "null"]
+        _close(out)
+        return out
+
+    def _keyword(self, out: dict[str, Any], key: str, value: Any, path: str, depth: int) -> None:
+        if key in ANNOTATIONS or key.startswith("x-"):
+            return
+        if key in UNENFORCEABLE:
+            if value not in (None, False):
+                self.refuse(path, "this keyword cannot be enforced")
+            return
+        check = getattr(self, f"_{key.lstrip('$')}", None)
+        if key in _MAPS:
+            out[key] = self._map(value, path, depth)
+        elif key in _LISTS:
+            out[key] = self._list(value, path, depth)
+        elif key in _SINGLE:
+            out[key] = self._single(value, path, depth)
+        elif check is None or check(value, path):
+            out[key] = self.type_of(value, path) if key == "type" else value
+        if key in out and out[key] is None:
+            del out[key]
+
+    def _map(self, value: Any, path: str, depth: int) -> Any:
+        if not isinstance(value, Mapping):
+            self.refuse(path, "an object of schemas is needed")
+            return None
+        return {k: self.clean(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
+
+    def _list(self, value: Any, path: str, depth: int) -> Any:
+        if not isinstance(value, list) or not value:
+            self.refuse(path, "a list of schemas is needed")
+            return None
+        return [self.clean(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+
+    def _single(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, list):
+            return self._list(value, path, depth)
+        return self.clean(value, path, depth + 1)
+
+    def type_of(self, value: Any, path: str) -> Any:
+        names = value if isinstance(value, list) else [value]
+        known = [_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names]
+        for name in known:
+            if name not in TYPES:
+                self.refuse(path, f"{name[:40]!r} is no JSON type")
+        kept = [name for name in dict.fromkeys(known) if name in TYPES]
+        if not kept:
+            return None
+        return kept if isinstance(value, list) else kept[0]
+
+    def _format(self, value: Any, path: str) -> bool:
+        if value in FORMATS:
+            return True
+        self.refuse(path, f"the format {str(value)[:40]!r} cannot be enforced")
+        return False
+
+    def _pattern(self, value: Any, path: str) -> bool:
+        if not isinstance(value, str):
+            self.refuse(path, "a pattern is a text")
+            return False
+        if _LOOK_AROUND.search(value):
+            self.refuse(path, "look-around, back-references and \\b cannot be enforced")
+            return False
+        return True
+
+    def _enum(self, value: Any, path: str) -> bool:
+        if isinstance(value, list) and value:
+            return True
+        self.refuse(path, "a list of values is needed")
+        return False
+
+    def _required(self, value: Any, path: str) -> bool:
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            return True
+        self.refuse(path, "a list of names is needed")
+        return False
+
+    def _ref(self, value: Any, path: str) -> bool:
+        if isinstance(value, str) and _resolves(self.root, value):
+            return True
+        self.refuse(path, f"{str(value)[:80]!r} is not in this schema")
+        return False
+
+
+def _resolves(root: Any, reference: str) -> bool:
+    if not reference.startswith("#"):
+        return False
+    here = root
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and name.isdigit() and int(name) < len(here):
+            here = here[int(name)]
+        elif isinstance(here, Mapping) and name in here:
+            here = here[name]
+        else:
+            return False
+    return True
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """An object that lists its properties gets no others unless it says so: a small model would
+    go on inventing them. Not beside combinators, where the parts see each other's properties."""
+    combined = any(
+        key in schema for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
+    )
+    if schema.get("properties") and "additionalProperties" not in schema and not combined:
+        schema["additionalProperties"] = False
+
+
+def relax(schema: Any, path: str) -> tuple[dict[str, Any], list[str]]:
+    """A tool's parameters as an object schema the grammar takes, and a warning for each detail
+    that was dropped. InvalidRequestError only when it is too large."""
+    warnings: list[str] = []
+    if not isinstance(schema, Mapping):
+        return {"type": "object"}, []
+    cleaned = _Cleaner(schema, lambda where, what: warnings.append(f"{where}: {what}"))
+    out = cleaned.clean(schema, path)
+    out["type"] = "object"
+    # Open where parts of an allOf would each close the other's properties.
+    for part in out.get("allOf", ()):
+        if isinstance(part, dict) and part.get("additionalProperties") is False:
+            del part["additionalProperties"]
+    return out, warnings
+
+
+def check(schema: Any, param: str) -> dict[str, Any]:
+    """A response schema, every detail of which can be enforced; InvalidRequestError with the path
+    of the first that cannot."""
+
+    def refuse(path: str, what: str) -> None:
+        raise InvalidRequestError(f"{path[:200]}: {what}", param=param)
+
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError("the JSON Schema must be an object", param=param)
+    out = _Cleaner(schema, refuse).clean(schema, "$")
+    return dict(out)
+
+
+def response_schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The schema an OpenAI ``response_format`` asks for; None for text."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        # llama-server's clients put a schema here.
+        given = response_format.get("schema")
+        return check(given, "response_format.schema") if given else {"type": "object"}
+    if kind == "json_schema":
+        wrapper = response_format.get("json_schema")
+        if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
+            given = response_format.get("schema")
+            if isinstance(given, Mapping):
+                return check(given, "response_format.schema")
+            raise InvalidRequestError(
+                "response_format json_schema needs json_schema.schema",
+                param="response_format.json_schema.schema",
+            )
+        return check(wrapper["schema"], "response_format.json_schema.schema")
+    raise InvalidRequestError(
+        f"response_format.type must be text, json_object or json_schema, not {kind!r}",
+        param="response_format.type",
+    )
+
+
+def grammar(schema: Mapping[str, Any], *, after: str | None = None) -> Grammar:
+    return Grammar(
+        kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema, ensure_ascii=False), after=after
+    )
