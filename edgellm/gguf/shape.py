@@ -35,6 +35,8 @@ _EXPERTS: Final = re.compile(r"ffn_(?:up|down|gate|gate_up)_(?:ch|)exps")
 
 _INPUT: Final = ("token_embd.", "position_embd.", "token_types.", "per_layer_token_embd.")
 """Tensors that always stay on the host (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp)."""
+_FIRST_BLOCK: Final = ("per_layer_model_proj.", "per_layer_proj_norm.")
+"""Tensors without a block that llama.cpp loads with block 0 (gemma3n.cpp, gemma4.cpp)."""
 _SHARED: Final = ("rope_freqs.", "rope_factors_")
 """Tensors without a block that blocks use (created with TENSOR_DUPLICATED after the first)."""
 
@@ -231,8 +233,12 @@ def _split_tensors(
             info.name, tuple(info.dims), info.type_name, info.n_bytes, info.offset, info.shard
         )
         match = _BLOCK.match(info.name)
-        where = blocks[int(match[1])] if match and int(match[1]) < n_layer else rest
-        where.append(tensor)
+        if match and int(match[1]) < n_layer:
+            blocks[int(match[1])].append(tensor)
+        elif info.name.startswith(_FIRST_BLOCK) and blocks:
+            blocks[0].append(tensor)
+        else:
+            rest.append(tensor)
     return blocks, rest
 
 
@@ -334,6 +340,9 @@ _HPARAMS: Final = {
     "pooling_type": "pooling_type",
     "n_deepstack": "n_deepstack_layers",
     "full_attention_interval": "full_attention_interval",
+    "n_expert_groups": "expert_group_count",
+    "n_group_used": "expert_group_used_count",
+    "expert_gating_func": "expert_gating_func",
 }
 
 
@@ -341,6 +350,8 @@ def _hparams(keys: Keys) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: keys.number(key) for name, key in _HPARAMS.items() if keys.has(key)
     }
+    if keys.has("expert_weights_norm"):
+        found["expert_weights_norm"] = bool(keys.raw("expert_weights_norm"))
     for name, key in (
         ("attn_softcap", "attn_logit_softcapping"),
         ("final_softcap", "final_logit_softcapping"),

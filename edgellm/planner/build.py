@@ -3,126 +3,21 @@ has.
 
 Sources: src/llama-graph.cpp (``build_attn``, ``build_ffn``, ``build_moe_ffn``, ``build_rs``) and
 src/models/<arch>.cpp. A tensor that is there is used, so most architectures need nothing of their
-own; what an architecture does differently with the same tensors is in :data:`STYLES`.
+own; what an architecture does differently with the same tensors is its style (styles.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
 
-from edgellm.gguf.shape import LayerShape, ModelShape, Tensor
+from edgellm.gguf.shape import ModelShape
+from edgellm.planner.blocks import Layer, Step, weight
+from edgellm.planner.build_recurrent import RecurrentBlocks
 from edgellm.planner.graph import Graph, Node, is_contiguous
+from edgellm.planner.styles import style_of
 
 
-@dataclass(frozen=True)
-class Step:
-    """The step that memory is reserved for (llama_context::sched_reserve)."""
-
-    n_tokens: int
-    n_seqs: int
-    n_outputs: int
-    cells: int
-    swa_cells: int
-    n_stream: int
-    flash: bool
-    type_k: str = "f16"
-    type_v: str = "f16"
-    embeddings: bool = False
-    pooling: str = "none"
-    offload_kqv: bool = True
-
-
-@dataclass(frozen=True)
-class Style:
-    """What an architecture does with its tensors that the tensors do not tell."""
-
-    late_outputs: bool = False
-    """Every token goes through the last block; rows are chosen before the output matrix."""
-    keeps_hidden: bool = False
-    """The hidden state of every token is an output (for next-token prediction)."""
-    rope: str = "all"
-    """all, none, or swa (only sliding layers)."""
-    scaled_q: bool = False
-    scaled_input: bool = False
-    parallel: bool = False
-    """Attention and feed-forward from the same norm, added together."""
-    gated_q: bool = False
-    """The Q projection holds a gate beside it (qwen3next, qwen35)."""
-    gating: str = "softmax"
-    """How experts are weighed: softmax, sigmoid, softmax_weight (after the choice)."""
-    norm_weights: bool = True
-    positions: int = 1
-    """4 for multi-section RoPE."""
-
-
-_GEMMA: Final = Style(scaled_q=True, scaled_input=True)
-_NEXT: Final = Style(late_outputs=True, keeps_hidden=True, gated_q=True, positions=4)
-STYLES: Final[dict[str, Style]] = {
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-    "gemma4": Style(late_outputs=True, keeps_hidden=True, scaled_input=True),
-    "gpt-oss": Style(
-        late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
-    ),
-    "qwen35": _NEXT,
-    "qwen35moe": _NEXT,
-    "qwen3next": Style(late_outputs=True, keeps_hidden=True, gated_q=True),
-    "deepseek2": Style(keeps_hidden=True, norm_weights=False),
-    "cohere2": Style(rope="swa", parallel=True),
-    "command-r": Style(parallel=True),
-}
-
-
-@dataclass
-class Layer:
-    """One block's tensors as nodes, made when they are first used."""
-
-    graph: Graph
-    il: int
-    shape: LayerShape
-    place: int
-    expert_place: int
-    cache_place: int
-    tensors: dict[str, Tensor]
-    nodes: dict[str, Node] = field(default_factory=dict)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors or f"{name}.weight" in self.tensors
-
-    def get(self, name: str) -> Node | None:
-        """The tensor called ``name`` (``.weight`` may be left out); None where there is none."""
-        if name not in self.tensors:
-            name = f"{name}.weight"
-            if name not in self.tensors:
-                return None
-        node = self.nodes.get(name)
-        if node is None:
-            tensor = self.tensors[name]
-            place = self.expert_place if tensor in self.shape.expert_tensors else self.place
-            node = weight(self.graph, tensor, place)
-            self.nodes[name] = node
-        return node
-
-    def need(self, *names: str) -> Node:
-        """The first of ``names`` that is there; an empty stand-in keeps a strange file going."""
-        for name in names:
-            node = self.get(name)
-            if node is not None:
-                return node
-        return self.graph.placed("f32", (1, 1), self.place, weight=True)
-
-
-def weight(graph: Graph, tensor: Tensor, place: int) -> Node:
-    """A weight as a node: f32 strides, its own size in bytes (what a copy of it takes)."""
-    node = graph.placed("f32", tensor.dims, place, weight=True)
-    node.size = tensor.n_bytes
-    return node
-
-
-class Builder:
+class Builder(RecurrentBlocks):
     """Builds one graph. ``places[i]`` is the backend of block i, the output layer's last."""
 
     def __init__(
@@ -133,7 +28,7 @@ class Builder:
         self.step = step
         self.host = host
         self.graph = Graph()
-        self.style = STYLES.get(shape.arch, Style())
+        self.style = style_of(shape)
         self.n_embd = shape.n_embd
         self.n_tokens = step.n_tokens
         self.picked = layers
@@ -147,13 +42,20 @@ class Builder:
         g, step, shape = self.graph, self.step, self.shape
         n = self.n_tokens
         tokens = g.input("i32", n)
-        embd = g.input("f32", self.n_embd, n)
+        self.deepstack = int(shape.hparams.get("n_deepstack", 0))
+        wide = self.n_embd * (1 + self.deepstack)
+        embd = g.input("f32", wide, n)
         table = shape.token_embd
         rows = g.get_rows(weight(g, table, self.host), tokens) if table else embd
+        if self.deepstack:
+            rows = g.new("PAD", (wide, n), rows)
         g.expand(rows)
         g.expand(embd)
         cur = g.scale(rows) if self.style.scaled_input else rows
+        if self.deepstack:
+            cur = g.view(rows, (self.n_embd, n), (rows.nb[1],))
         g.expand(rows)
+        self.embedded = rows
         self.positions = g.input("i32", n * self.style.positions)
         self._attention_inputs()
         self.out_ids = g.input("i32", step.n_outputs)
@@ -178,7 +80,9 @@ class Builder:
 
     def _rotations(self) -> dict[tuple[bool, str], Node]:
         """Hadamard matrices for quantised caches (llama_kv_cache: attn_rot_k, attn_rot_v)."""
-        g, found = self.graph, {}
+        g, found = self.graph, dict[tuple[bool, str], Node]()
+        if self.shape.is_mla:  # llm_graph_input_attn_k has none
+            return found
         for swa in (False, True):
             layers = [x for x in self.shape.layers if x.has_kv and x.is_swa == swa]
             for kind, name in ((self.step.type_k, "k"), (self.step.type_v, "v")):
@@ -186,7 +90,7 @@ class Builder:
                 if kind in ("f16", "f32", "bf16") or len(sizes) != 1:
                     continue
                 size = sizes.pop()
-                if (name == "v" and self.shape.is_mla) or size % 64:
+                if size % 64:
                     continue
                 n = 64
                 while name == "k" and size % (2 * n) == 0:
@@ -195,22 +99,6 @@ class Builder:
         return found
 
     # --- pieces
-
-    def norm(
-        self, x: Node, w: Node | None, bias: Node | None = None, *, pin: int | None = None
-    ) -> Node:
-        g = self.graph
-        cur = g.like("RMS_NORM", x)
-        cur.pin = pin
-        if w is not None:
-            cur = g.mul(cur, w)
-        return g.add(cur, bias) if bias is not None else cur
-
-    def linear(self, layer: Layer, name: str, x: Node) -> Node:
-        """A matrix product, and its bias where the file has one."""
-        cur = self.graph.mul_mat(layer.need(name), x)
-        bias = layer.get(f"{name}.bias")
-        return self.graph.add(cur, bias) if bias is not None else cur
 
     def rotate(self, x: Node, rotation: Node) -> Node:
         """llama_mul_mat_hadamard."""
@@ -259,8 +147,10 @@ class Builder:
             q, k = g.rope(q, self.positions, factors), g.rope(k, self.positions, factors)
         if self.style.scaled_q:
             q = g.scale(q)
-        cur = self.attend(layer, q, k, v)
-        return self.linear(layer, "attn_output", cur)
+        out = self.attend(layer, q, k, v)
+        if self.style.gated_output:
+            out = g.mul(out, g.unary(g.mul_mat(layer.need("attn_gate"), cur)))
+        return self.linear(layer, "attn_output", out)
 
     def cache(self, layer: Layer) -> tuple[Node, Node | None]:
         """The K and V caches of a layer."""
@@ -388,12 +278,16 @@ class Builder:
         both = g.mul_mat(layer.need("attn_kv_a_mqa"), cur)
         row = 4 * (rank + rot)
         compressed = g.view(both, (rank, n), (row,))
-        k_pe = g.rope(g.view(both, (rot, 1, n), (row, row)), self.positions)
+        k_pe = g.view(both, (rot, 1, n), (row, row))
+        if self.style.rope != "none":
+            k_pe = g.rope(k_pe, self.positions)
         compressed = self.norm(compressed, layer.get("attn_kv_a_norm"))
         if not self.shape.is_mla:
             return self._mla_unpacked(layer, q, compressed, k_pe, head_k)
         nope = g.view(q, (head_k - rot, heads, n), q.nb[1:3])
-        q_pe = g.rope(g.view(q, (rot, heads, n), q.nb[1:3]), self.positions)
+        q_pe = g.view(q, (rot, heads, n), q.nb[1:3])
+        if self.style.rope != "none":
+            q_pe = g.rope(q_pe, self.positions)
         absorbed = g.mul_mat(layer.need("attn_k_b"), g.permute(nope, 0, 2, 1, 3))
         queries = g.concat(g.permute(absorbed, 0, 2, 1, 3), q_pe, 0)
         compressed = g.reshape(compressed, rank, 1, n)
@@ -431,11 +325,12 @@ class Builder:
         bias = layer.get(f"ffn_down{suffix}.bias")
         return g.add(out, bias) if bias is not None else out
 
-    def moe(self, layer: Layer, cur: Node) -> Node:
+    def moe(self, layer: Layer, cur: Node, logits: Node | None = None) -> Node:
         """build_moe_ffn."""
         g, s, n = self.graph, layer.shape, cur.ne[1]
         used = s.n_expert_used or self.shape.n_expert_used or 1
-        logits = self.linear(layer, "ffn_gate_inp", cur)
+        if logits is None:
+            logits = self.linear(layer, "ffn_gate_inp", cur)
         n_expert = logits.ne[0]
         chosen, weights = self._route(layer, logits, n_expert, used)
         g.expand(weights)
@@ -464,6 +359,8 @@ class Builder:
             probs = g.unary(logits)
         bias = layer.get("exp_probs_b.bias") or layer.get("exp_probs_b")
         order = g.add(probs, bias) if bias is not None else probs
+        if int(self.shape.hparams.get("n_expert_groups", 0)) > 1:
+            order = self._grouped(order, n_expert)
         chosen = g.top_k(order, used)
         weights = g.get_rows(g.reshape(probs, 1, n_expert, n), chosen)
         if gating == "softmax_weight":
@@ -473,6 +370,20 @@ class Builder:
             total = g.like("CLAMP", g.new("SUM_ROWS", (1, n), flat))
             weights = g.reshape(g.like("DIV", flat, total), 1, used, n)
         return chosen, weights
+
+    def _grouped(self, probs: Node, n_expert: int) -> Node:
+        """Only the best groups of experts may be chosen from (DeepSeek V3)."""
+        g, n, h = self.graph, probs.ne[1], self.shape.hparams
+        groups, used = int(h["n_expert_groups"]), int(h.get("n_group_used", 1))
+        each = n_expert // groups
+        grouped = g.reshape(probs, each, groups, n)
+        best = g.top_k(grouped, 2)
+        scores = g.get_rows(g.reshape(grouped, 1, each, groups, n), best)
+        scores = g.new("SUM_ROWS", (1, groups, n), g.reshape(scores, 2, groups, n))
+        top = g.top_k(g.reshape(scores, groups, n), used)
+        picked = g.get_rows(grouped, top)
+        masked = g.set_rows(g.like("FILL", grouped), picked, top)
+        return g.reshape(masked, n_expert, n)
 
     def _experts(self, layer: Layer, x: Node, chosen: Node) -> Node:
         g = self.graph
@@ -505,100 +416,6 @@ class Builder:
             shared = g.mul(shared, g.unary(g.mul_mat(gate, cur)))
         return g.add(out, shared)
 
-    # --- recurrent layers
-
-    def state(self, cache: Node) -> Node:
-        """build_rs: the rows of the sequences of this step."""
-        g, seqs = self.graph, self.step.n_seqs
-        rows = g.reshape(cache, *cache.ne[:2])
-        g.expand(g.in_place("SCALE", g.view(rows, (0,), ())))
-        ids = g.view(self.s_copy, (seqs,), ())
-        out = g.get_rows(rows, ids)
-        g.expand(out)
-        extra = g.get_rows(rows, g.view(self.s_copy, (0,), ()))
-        g.expand(g.cpy(extra, g.view(cache, (cache.ne[0], 0), (cache.nb[1],))))
-        return out
-
-    def recurrent(self, layer: Layer, cur: Node) -> Node:
-        """A layer without cells, by the tensors it has."""
-        if "shortconv.conv" in layer:
-            return self.shortconv(layer, cur)
-        if "ssm_beta" in layer or "ssm_ba" in layer:
-            return self.delta_net(layer, cur)
-        return cur
-
-    def shortconv(self, layer: Layer, cur: Node) -> Node:
-        """lfm2.cpp: build_shortconv_block."""
-        g, seqs = self.graph, self.step.n_seqs
-        per = self.n_tokens // seqs
-        cur = g.reshape(cur, cur.ne[0], per, seqs)
-        bcx = g.mul_mat(layer.need("shortconv.in_proj"), cur)
-        chunk = (bcx.ne[0] // 3, per, seqs)
-        b, c, x = (g.view(bcx, chunk, bcx.nb[1:3]) for _ in range(3))
-        bx = g.transpose(g.mul(b, x))
-        cache = g.placed("f32", (layer.shape.r_width, seqs), layer.cache_place)
-        taps = max(layer.shape.r_width // chunk[0], 1)
-        conv = g.reshape(self.state(cache), taps, chunk[0], seqs)
-        bx = g.concat(conv, bx, 0)
-        last = g.view(bx, (taps, chunk[0], seqs), bx.nb[1:3])
-        g.expand(g.cpy(last, g.view(cache, (layer.shape.r_width, seqs), (cache.nb[1],))))
-        out = g.new("SSM_CONV", (chunk[0], per, seqs), bx, layer.need("shortconv.conv"))
-        y = g.mul_mat(layer.need("shortconv.out_proj"), g.mul(c, out))
-        return g.reshape(y, y.ne[0], per * seqs)
-
-    def delta_net(self, layer: Layer, cur: Node) -> Node:
-        """Gated delta net (qwen35.cpp build_layer_attn_linear, delta-net-base.cpp, fused)."""
-        g, h, seqs = self.graph, self.shape.hparams, self.step.n_seqs
-        n, per = self.n_tokens, self.n_tokens // seqs
-        k_heads, v_heads = int(h["ssm_n_group"]), int(h["ssm_dt_rank"])
-        head_k, inner = int(h["ssm_d_state"]), int(h["ssm_d_inner"])
-        head_v = inner // v_heads
-        mixed = g.mul_mat(layer.need("attn_qkv"), cur)
-        mixed = g.reshape(mixed, mixed.ne[0], per, seqs)
-        z = g.mul_mat(layer.need("attn_gate"), cur)
-        beta = g.mul_mat(layer.need("ssm_beta"), cur)
-        beta = g.unary(g.reshape(beta, 1, v_heads, per, seqs))
-        alpha = g.reshape(g.mul_mat(layer.need("ssm_alpha"), cur), v_heads, per, seqs)
-        gate = g.mul(g.unary(g.add(alpha, layer.need("ssm_dt.bias"))), layer.need("ssm_a"))
-        gate = g.reshape(gate, 1, v_heads, per, seqs)
-        conv_in = self._conv_state(layer, mixed)
-        states = g.placed("f32", (layer.shape.s_width, seqs), layer.cache_place)
-        state = g.reshape(self.state(states), head_v, head_v, v_heads, seqs)
-        channels = conv_in.ne[1]
-        conv = g.unary(g.new("SSM_CONV", (channels, per, seqs), conv_in, layer.need("ssm_conv1d")))
-        row = conv.nb[1]
-        q, k = (
-            g.scale(
-                g.like(
-                    "RMS_NORM",
-                    g.view(conv, (head_k, k_heads, per, seqs), (4 * head_k, row, row * per)),
-                )
-            )
-            for _ in range(2)
-        )
-        v = g.view(conv, (head_v, v_heads, per, seqs), (4 * head_v, row, row * per))
-        rows = n + head_v * seqs
-        out = g.new("GATED_DELTA_NET", (head_v * v_heads, rows), q, k, v, gate, beta, state)
-        result = g.view(out, (head_v, v_heads, per, seqs))
-        new = g.view(out, (head_v, head_v, v_heads, seqs))
-        g.expand(g.cpy(new, g.view(states, (layer.shape.s_width, seqs), (states.nb[1],))))
-        z = g.reshape(z, head_v, v_heads, per, seqs)
-        normed = g.mul(self.norm(result, layer.get("ssm_norm")), g.unary(z))
-        cur = g.mul_mat(layer.need("ssm_out"), g.reshape(normed, inner, per, seqs))
-        return g.reshape(cur, self.n_embd, n)
-
-    def _conv_state(self, layer: Layer, mixed: Node) -> Node:
-        """llm_build_delta_net_base::build_conv_state: the last inputs before this step's."""
-        g, seqs = self.graph, self.step.n_seqs
-        cache = g.placed("f32", (layer.shape.r_width, seqs), layer.cache_place)
-        channels = mixed.ne[0]
-        taps = layer.shape.r_width // channels
-        before = g.reshape(self.state(cache), taps, channels, seqs)
-        joined = g.concat(before, g.transpose(mixed), 0)
-        last = g.view(joined, (taps, channels, seqs), joined.nb[1:3])
-        g.expand(g.cpy(last, g.view(cache, (layer.shape.r_width, seqs), (cache.nb[1],))))
-        return joined
-
     def gated_attention(self, layer: Layer, cur: Node) -> Node:
         """Attention whose Q projection holds a gate (qwen35.cpp build_layer_attn)."""
         g, s, n = self.graph, layer.shape, self.n_tokens
@@ -615,10 +432,14 @@ class Builder:
 
     # --- blocks
 
-    def mixer(self, layer: Layer, cur: Node) -> Node:
-        """Attention or what stands in its place."""
+    def mixer(self, layer: Layer, cur: Node, x: Node) -> Node:
+        """Attention or what stands in its place; ``x`` is the block's input before its norm."""
         if layer.shape.is_recurrent and not layer.shape.has_kv:
             return self.recurrent(layer, cur)
+        if layer.shape.is_recurrent:  # falcon-h1: both, each from a norm of its own
+            out = self.attention(layer, cur)
+            again = self.norm(x, layer.get("attn_norm"))
+            return self.graph.add(out, self.recurrent(layer, again))
         if "attn_kv_a_mqa" in layer:
             return self.mla(layer, cur)
         if self.style.gated_q:
@@ -627,37 +448,124 @@ class Builder:
 
     def block(self, layer: Layer, x: Node, last: bool, pin: int | None) -> Node:
         """One block, residuals included."""
-        g, late = self.graph, self.style.late_outputs
+        g, style = self.graph, self.style
         norm = layer.get("attn_norm")
         cur = self.norm(x, norm, layer.get("attn_norm.bias"), pin=pin) if norm is not None else x
-        if self.style.gated_q:
+        if style.gated_q:
             g.expand(cur)
-        normed = cur
-        cur = self.mixer(layer, cur)
-        if last and not late:
+        normed, early = cur, last and not style.late_outputs
+        if style.one_part:
+            return self._one_part(layer, cur, x, early)
+        cur = self.mixer(layer, cur, x)
+        if layer.shape.is_recurrent and layer.shape.has_kv:
+            x = g.add(cur, x)
+            return self._after_mixer(layer, g.get_rows(x, self.out_ids) if early else x, pin)
+        if early:
             cur, x = g.get_rows(cur, self.out_ids), g.get_rows(x, self.out_ids)
-            if self.style.parallel:
+            if style.parallel in ("norm", "attn", "phi"):
                 normed = g.get_rows(normed, self.out_ids)
-        if self.style.parallel:
-            return g.add(g.add(self.feed_forward(layer, normed), x), cur)
-        before_ffn = layer.get("ffn_norm")
+        if style.parallel:
+            return self._parallel(layer, cur, x, normed)
         after_attn = layer.get("post_attention_norm")
-        if before_ffn is not None and after_attn is not None:
+        if after_attn is not None and (layer.get("ffn_norm") is not None or style.post_norm):
             cur = self.norm(cur, after_attn, pin=pin)
-        cur = g.add(cur, x)
-        residual = cur
-        cur = self.norm(cur, before_ffn or after_attn, layer.get("ffn_norm.bias"), pin=pin)
-        cur = self.feed_forward(layer, cur)
+        cur = g.add(x, cur) if style.residual_first else g.add(cur, x)
+        return self._after_mixer(layer, cur, pin)
+
+    def _one_part(self, layer: Layer, cur: Node, x: Node, early: bool) -> Node:
+        """A block that does one thing (mamba, nemotron_h)."""
+        g = self.graph
+        mixes = layer.shape.has_kv or layer.shape.is_recurrent
+        cur = self.mixer(layer, cur, x) if mixes else self.feed_forward(layer, cur)
+        if early:
+            cur, x = g.get_rows(cur, self.out_ids), g.get_rows(x, self.out_ids)
+        return g.add(cur, x)
+
+    def _after_mixer(self, layer: Layer, residual: Node, pin: int | None) -> Node:
+        """Norm, feed-forward, residual, and what some architectures add behind."""
+        g, style = self.graph, self.style
+        before = layer.get("ffn_norm")
+        if before is None and not style.post_norm:
+            before = layer.get("post_attention_norm")
+        if "pre_ffw_norm_2" in layer:
+            cur = self.gemma_moe(layer, residual)
+        else:
+            bias = layer.get("ffn_norm.bias")
+            cur = residual if before is None else self.norm(residual, before, bias, pin=pin)
+            cur = self.feed_forward(layer, cur)
         after = layer.get("post_ffw_norm")
         if after is not None:
             cur = self.norm(cur, after)
-        cur = g.add(cur, residual)
+        flip = style.residual_first or style.ffn_residual_first
+        cur = g.add(residual, cur) if flip else g.add(cur, residual)
+        if self.per_layer is not None and "inp_gate" in layer:
+            cur = self._per_layer(layer, cur, self.per_layer)
+        if layer.il < self.deepstack:
+            cur = g.add(cur, g.view(self.embedded, (self.n_embd, cur.ne[1]), self.embedded.nb[1:2]))
         scale = layer.get("layer_output_scale")
         return g.mul(cur, scale) if scale is not None else cur
+
+    def _parallel(self, layer: Layer, attn: Node, x: Node, normed: Node) -> Node:
+        """Attention and feed-forward side by side (command-r, falcon, gptneox, phi2)."""
+        g, kind = self.graph, self.style.parallel
+        if kind == "input":
+            normed = self.norm(x, layer.get("ffn_norm"), layer.get("ffn_norm.bias"))
+        out = self.feed_forward(layer, normed)
+        if kind == "phi":
+            return g.add(g.add(attn, out), x)
+        return g.add(g.add(out, attn), x) if kind == "attn" else g.add(g.add(out, x), attn)
+
+    def gemma_moe(self, layer: Layer, x: Node) -> Node:
+        """A dense part and experts, each with norms of its own (gemma4.cpp)."""
+        g = self.graph
+        mlp = self.ffn(layer, self.norm(x, layer.get("ffn_norm")))
+        mlp = self.norm(mlp, layer.get("post_ffw_norm_1"))
+        cur = self.norm(x, layer.get("pre_ffw_norm_2"))
+        router = g.scale(g.like("RMS_NORM", x))
+        scale = layer.get("ffn_gate_inp.scale")
+        router = g.mul(router, scale) if scale is not None else router
+        logits = g.mul_mat(layer.need("ffn_gate_inp"), router)
+        experts = self.norm(self.moe(layer, cur, logits), layer.get("post_ffw_norm_2"))
+        return g.add(mlp, experts)
+
+    def _per_layer_inputs(self, cur: Node) -> Node | None:
+        """Embeddings a block and token (gemma4.cpp: build_inp_per_layer, project_...)."""
+        g, n, shape = self.graph, self.n_tokens, self.shape
+        table = next((t for t in shape.input_tensors if t.name.startswith("per_layer_tok")), None)
+        first = {t.name: t for t in shape.layers[0].tensors}
+        proj = first.get("per_layer_model_proj.weight")
+        if table is None or proj is None:
+            return None
+        width, blocks = int(shape.hparams.get("n_embd_per_layer", 1)), shape.n_layer
+        rows = g.get_rows(weight(g, table, self.host), g.input("i32", n))
+        rows = g.scale(g.reshape(rows, width, blocks, n))
+        g.expand(rows)
+        place = self.picked[0][1]
+        mixed = g.reshape(g.scale(g.mul_mat(weight(g, proj, place), cur)), width, blocks, n)
+        norm = first.get("per_layer_proj_norm.weight")
+        mixed = self.norm(mixed, weight(g, norm, place) if norm else None)
+        both = g.scale(g.add(mixed, rows))
+        return g.cont(g.permute(both, 0, 2, 1, 3))
+
+    def _per_layer(self, layer: Layer, cur: Node, inputs: Node) -> Node:
+        g, n = self.graph, cur.ne[1]
+        gate = g.unary(g.mul_mat(layer.need("inp_gate"), cur))
+        own = g.view(inputs, (inputs.ne[0], n), inputs.nb[1:2])
+        out = g.mul_mat(layer.need("proj"), g.mul(gate, own))
+        return g.add(cur, self.norm(out, layer.get("post_norm")))
 
     def build(self, output_place: int, pins: Sequence[int | None]) -> Graph:
         """The whole graph: inputs, the picked blocks, the output layer."""
         cur = self.inputs()
+        self.per_layer = self._per_layer_inputs(cur)
+        if self.style.embed_norm:
+            own = {t.name: t for t in (*self.shape.output_tensors, *self.shape.input_tensors)}
+            norm, bias = own.get("token_embd_norm.weight"), own.get("token_embd_norm.bias")
+            cur = self.norm(
+                cur,
+                weight(self.graph, norm, self.host) if norm else None,
+                weight(self.graph, bias, self.host) if bias else None,
+            )
         for i, (il, place, expert_place) in enumerate(self.picked):
             layer = self.layer(il, place, expert_place)
             cur = self.block(layer, cur, i == len(self.picked) - 1, pins[i])

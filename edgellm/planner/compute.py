@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from edgellm.devices import Gpu
 from edgellm.gguf.shape import LayerShape, ModelShape
-from edgellm.planner.build import Builder, Step
+from edgellm.planner.blocks import Step
+from edgellm.planner.build import Builder
 from edgellm.planner.graph import Node
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST

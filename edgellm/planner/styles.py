@@ -1,0 +1,116 @@
+"""What an architecture does with its tensors that the tensors do not tell: src/models/<arch>.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from edgellm.gguf.arch import names
+from edgellm.gguf.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Style:
+    """One architecture's habits."""
+
+    norm: str = "RMS_NORM"
+    """NORM where the architecture uses layer norm: that one is never computed in place."""
+    late_outputs: bool = False
+    """Every token goes through the last block; rows are chosen before the output matrix."""
+    keeps_hidden: bool = False
+    """The hidden state of every token is an output (for next-token prediction)."""
+    rope: str = "all"
+    """all, none, or swa (only sliding layers)."""
+    scaled_q: bool = False
+    scaled_input: bool = False
+    parallel: str = ""
+    """Attention and feed-forward side by side; how they are added."""
+    residual_first: bool = False
+    """The residual is the first operand of the sums, and so the one overwritten."""
+    ffn_residual_first: bool = False
+    post_norm: bool = False
+    """Norms come after attention and feed-forward, none before (olmo2, exaone4)."""
+    one_part: bool = False
+    """A block is attention, a recurrence or a feed-forward, not two of them (nemotron_h)."""
+    gated_q: bool = False
+    """The Q projection holds a gate beside it (qwen3next, qwen35)."""
+    gated_output: bool = False
+    """Attention's output is gated before its last matrix (afmoe)."""
+    gating: str = "softmax"
+    """How experts are weighed: softmax, sigmoid, softmax_weight (after the choice)."""
+    norm_weights: bool = True
+    embed_norm: bool = False
+    positions: int = 1
+    """4 for multi-section RoPE."""
+
+
+_LAYER_NORM: Final = names(
+    """bert bloom chameleon codeshell cohere2 command-r dbrx falcon gpt2 gptneox jais jais2
+    modern-bert mpt nemotron olmo orion phi2 stablelm starcoder starcoder2 jina-bert-v2
+    jina-bert-v3 nomic-bert nomic-bert-moe rwkv6 rwkv7"""
+)
+_NO_ROPE: Final = names(
+    """gpt2 bloom mpt starcoder jamba nemotron_h nemotron_h_moe bert jina-bert-v2 refact
+    kimi-linear jais mamba mamba2"""
+)
+_GEMMA: Final = Style(scaled_q=True, scaled_input=True)
+_NEXT: Final = Style(late_outputs=True, keeps_hidden=True, gated_q=True, positions=4)
+_SIGMOID: Final = Style(gating="sigmoid")
+_STYLES: Final[dict[str, Style]] = {
+    "afmoe": Style(gating="sigmoid", gated_output=True, scaled_input=True, rope="swa"),
+    "bailingmoe2": _SIGMOID,
+    "bert": Style(embed_norm=True, post_norm=True),
+    "cohere2": Style(rope="swa", parallel="norm"),
+    "command-r": Style(parallel="norm"),
+    "deepseek2": Style(keeps_hidden=True),
+    "dots1": _SIGMOID,
+    "exaone4": Style(post_norm=True),
+    "falcon": Style(parallel="attn"),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "gemma4": Style(late_outputs=True, keeps_hidden=True, scaled_input=True),
+    "glm4moe": Style(gating="sigmoid", keeps_hidden=True),
+    "gpt-oss": Style(
+        late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
+    ),
+    "gptneox": Style(parallel="input"),
+    "granite": Style(scaled_input=True),
+    "granitehybrid": Style(scaled_input=True),
+    "granitemoe": Style(scaled_input=True),
+    "jamba": Style(residual_first=True, norm_weights=False),
+    "kimi-linear": Style(gating="sigmoid"),
+    "lfm2": Style(residual_first=True),
+    "lfm2moe": Style(residual_first=True, gating="sigmoid"),
+    "mamba": Style(one_part=True),
+    "mamba2": Style(one_part=True),
+    "minicpm": Style(scaled_input=True),
+    "minicpm3": Style(scaled_input=True),
+    "minimax-m2": _SIGMOID,
+    "nemotron_h": Style(one_part=True, late_outputs=True, keeps_hidden=True),
+    "nemotron_h_moe": Style(one_part=True, late_outputs=True, keeps_hidden=True, gating="sigmoid"),
+    "olmo2": Style(post_norm=True),
+    "phi2": Style(parallel="phi"),
+    "phi3": Style(scaled_q=True, ffn_residual_first=True),
+    "qwen2vl": Style(positions=4),
+    "qwen35": _NEXT,
+    "qwen35moe": _NEXT,
+    "qwen3next": replace(_NEXT, positions=1),
+    "qwen3vl": Style(positions=4),
+    "qwen3vlmoe": Style(positions=4),
+}
+
+
+def style_of(shape: ModelShape) -> Style:
+    """The habits of ``shape``'s architecture; most have none of their own."""
+    style = _STYLES.get(shape.arch, Style())
+    if shape.arch in _LAYER_NORM:
+        style = replace(style, norm="NORM")
+    if shape.arch in _NO_ROPE:
+        style = replace(style, rope="none")
+    weights = shape.hparams.get("expert_weights_norm")
+    if shape.arch in ("deepseek2", "glm4moe", "dots1"):
+        style = replace(style, norm_weights=bool(weights))
+    if shape.hparams.get("expert_gating_func") == 2 and style.gating == "softmax":
+        style = replace(style, gating="sigmoid")
+    return style
