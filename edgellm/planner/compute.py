@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from edgellm.devices import Gpu
 from edgellm.gguf.shape import LayerShape, ModelShape
 from edgellm.planner.blocks import Step
 from edgellm.planner.build import Builder
 from edgellm.planner.graph import Node
+from edgellm.planner.memo import remembered
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams
-from edgellm.planner.sched import HOST_BACKEND, Backend, assign, compute_sizes
+from edgellm.planner.sched import HOST_BACKEND, PIPELINE_COPIES, Backend, assign, compute_sizes
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,20 @@ def compute_bytes(
     experts = [host if il < params.n_cpu_moe else places[il] for il in range(shape.n_layer)]
     backends = [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND]
     full = bool(gpus) and HOST not in devices
-    sizes = step_sizes(shape, step, places, experts, backends=backends, full=full)
+    copies = PIPELINE_COPIES if full and runs_pipelined(params, gpus) else 1
+    sizes = step_sizes(shape, step, places, experts, backends=backends, full=full, copies=copies)
     return Compute(tuple(sizes[:-1]), sizes[-1])
+
+
+def runs_pipelined(params: PlanParams, gpus: Sequence[Gpu]) -> bool:
+    """Several ubatches under way on several GPUs (llama_context: pipeline_parallel)."""
+    return (
+        len(gpus) > 1
+        and params.split_mode == "layer"
+        and params.offload_kqv
+        and not params.n_cpu_moe
+        and all(gpu.backend in ("cuda", "rocm") for gpu in gpus)
+    )
 
 
 def flash_resolves(
@@ -89,11 +101,16 @@ def flash_resolves(
         type_v=params.type_v,
         offload_kqv=params.offload_kqv,
     )
-    picked = representative(shape, places, experts)
-    graph = Builder(shape, step, picked, host).build(places[-1], [p for _, p, _ in picked])
-    assign(graph, [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND])
-    wanted = {f"flash-{il}": place for il, place, _ in picked}
-    return all(wanted.get(n.name, n.backend) == n.backend for n in graph.nodes)
+    picked = representative(shape, places, experts, host)
+
+    def work_out() -> bool:
+        graph = Builder(shape, step, picked, host).build(places[-1], [p for _, p, _ in picked])
+        assign(graph, [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND])
+        wanted = {f"flash-{il}": place for il, place, _ in picked}
+        return all(wanted.get(n.name, n.backend) == n.backend for n in graph.nodes)
+
+    kinds = tuple((kind_of(shape.layers[il], False), a, b) for il, a, b in picked)
+    return bool(remembered(shape, ("flash", step, kinds, places[-1]), work_out))
 
 
 def step_sizes(
@@ -104,35 +121,60 @@ def step_sizes(
     *,
     backends: Sequence[Backend],
     full: bool,
+    copies: int = 1,
 ) -> list[int]:
     """Bytes a backend of one step's graph."""
     host = len(backends) - 1
-    picked = representative(shape, places, experts)
-    builder = Builder(shape, step, picked, host)
+    picked = representative(shape, places, experts, host)
     pins = [place if full or step.n_tokens < 32 else None for _, place, _ in picked]
-    graph = builder.build(places[-1], pins)
-    return compute_sizes(graph, backends)
+
+    def work_out() -> list[int]:
+        graph = Builder(shape, step, picked, host).build(places[-1], pins)
+        return compute_sizes(graph, backends, copies=copies)
+
+    kinds = tuple((kind_of(shape.layers[il], True), a, b) for il, a, b in picked)
+    traits = tuple((b.alignment, b.offloads, b.alloc_size) for b in backends)
+    sizes: list[int] = remembered(shape, (step, kinds, places[-1], full, copies, traits), work_out)
+    return sizes
 
 
 def representative(
-    shape: ModelShape, places: Sequence[int], experts: Sequence[int]
+    shape: ModelShape, places: Sequence[int], experts: Sequence[int], host: int
 ) -> list[tuple[int, int, int]]:
-    """Blocks that stand for all: each run of like blocks shortened, every neighbourhood kept."""
-    kinds = [(_kind(shape.layers[il]), places[il], experts[il]) for il in range(shape.n_layer)]
-    seen: dict[object, int] = {}
-    picked = []
-    for il in range(shape.n_layer):
-        around = tuple(kinds[max(il - 2, 0) : il + 3])
-        seen[around] = seen.get(around, 0) + 1
-        if seen[around] <= 2 or il >= shape.n_layer - 2:
-            picked.append((il, places[il], experts[il]))
-    return picked
+    """Blocks that stand for all: of like neighbourhoods the two with most weights on the host.
+
+    The allocator's state repeats with the blocks; what is copied to a GPU for a step does not.
+    """
+    n = shape.n_layer
+    kinds = [(kind_of(shape.layers[il], False), places[il], experts[il]) for il in range(n)]
+    groups: dict[object, list[int]] = {}
+    for il in range(n):
+        groups.setdefault(tuple(kinds[max(il - 1, 0) : il + 2]), []).append(il)
+    chosen = {n - 1, n - 2} & set(range(n))
+    for members in groups.values():
+        heaviest = members
+        if host in (places[members[0]], experts[members[0]]):
+            heaviest = sorted(members, key=lambda il: -shape.layers[il].n_bytes)
+        chosen.update(heaviest[:2])
+    return [(il, places[il], experts[il]) for il in sorted(chosen)]
 
 
-@lru_cache(maxsize=4096)
-def _kind(layer: LayerShape) -> tuple[object, ...]:
-    names = tuple((t.name.split(".", 2)[-1], t.dims, t.n_bytes) for t in layer.tensors)
-    return (layer.n_head, layer.n_head_kv, layer.is_swa, layer.is_recurrent, layer.has_kv, names)
+_kinds: dict[int, tuple[LayerShape, tuple[int, int]]] = {}
+
+
+def kind_of(layer: LayerShape, with_bytes: bool) -> int:
+    """A number for what the graph of a block depends on; its tensors' bytes too when asked."""
+    held = _kinds.get(id(layer))
+    if held is None or held[0] is not layer:
+        key = (
+            (layer.n_head, layer.n_head_kv, layer.is_swa, layer.is_recurrent, layer.has_kv),
+            tuple((t.name.split(".", 2)[-1], t.dims) for t in layer.tensors),
+        )
+        both = (hash(key), hash((key, tuple(t.n_bytes for t in layer.tensors))))
+        if len(_kinds) > 4096:
+            _kinds.clear()
+        held = _kinds[id(layer)] = (layer, both)
+    return held[1][with_bytes]
 
 
 def gpu_backend(gpu: Gpu) -> Backend:
@@ -163,7 +205,8 @@ def _cuda_alloc_size(node: Node) -> int:
     size = node.size
     if node.op == "FLASH_ATTN_EXT":
         k, v = node.src[1], node.src[2]
-        for t in (k, v):
+        shared = v.view is not None and v.view is k.view  # MLA: V is a part of K
+        for t in (k,) if shared else (k, v):
             if t.type != "f16":
                 size = -(-size // 128) * 128
                 size += 2 * t.ne[0] * t.ne[1] * t.ne[2] * t.ne[3]

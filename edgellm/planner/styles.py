@@ -1,4 +1,4 @@
-"""What an architecture does with its tensors that the tensors do not tell: src/models/<arch>.cpp."""
+"""What an architecture does with its tensors that they do not tell (src/models/<arch>.cpp)."""
 
 from __future__ import annotations
 
