@@ -14,9 +14,7 @@ from edgellm.metrics import EngineStats
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Overflow, Priority, Request, SamplingParams, TokenEvent
 from edgellm.tui.details import shown_name
-from edgellm.tui.ports import Delta, Json
-
-HERE = "this machine"
+from edgellm.tui.ports import HERE, Delta, Json
 
 
 class LocalEndpoint:

@@ -143,10 +143,11 @@ class BlockRenderer:
     def plain(self, text: str, width: int, style: Style) -> list[list[Segment]]:
         """Text as it is, wrapped; cut at the width where wrapping at words would take seconds."""
         if len(text) > LONG_TEXT:
+            step = width if text.isascii() else width // 2  # wide characters take two cells
             pieces = (
-                line[at : at + width]
+                line[at : at + step]
                 for line in text.expandtabs(4).split("\n")
-                for at in range(0, max(len(line), 1), width)
+                for at in range(0, max(len(line), 1), step)
             )
             return [[Segment(piece, style)] for piece in pieces]
         return self._lines(Text(text, style=style, overflow="fold"), width)

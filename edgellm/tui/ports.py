@@ -7,7 +7,7 @@ server; ``demo.py`` is the same seam without a machine behind it, for tests and 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -17,6 +17,8 @@ from edgellm.planner.plan import LoadReport, Plan, PlanRequest
 from edgellm.request import SamplingParams, Usage
 
 Json = dict[str, Any]
+HERE: Final = "this machine"
+"""Where an endpoint is that belongs to this program."""
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,7 @@ class Transcript(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     Transcript {
         background: $background; height: 1fr; scrollbar-size-vertical: 1; overflow-x: hidden;
+        overflow-y: scroll;
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -232,9 +233,17 @@ class Transcript(ScrollView, can_focus=True):
         self._ends = list(accumulate(heights))
         total = self._ends[-1] if self._ends else 0
         if total != self.virtual_size.height or self.size.width != self.virtual_size.width:
-            self.virtual_size = Size(self.size.width, total)
+            self._resize_virtual(Size(self.size.width, total))
         top = max(refresh_from, self.scroll_offset.y)
         self.refresh_lines(top, max(self.size.height - (top - self.scroll_offset.y), 0))
+
+    def _resize_virtual(self, size: Size) -> None:
+        """A new height, without the layout of the whole screen that ``virtual_size = `` starts.
+
+        Only this widget's scroll bar depends on it; the layout was two thirds of a frame.
+        """
+        self.set_reactive(Transcript.virtual_size, size)
+        self._scroll_update(size)
 
     def _height(self, n_chunks: int) -> int:
         """Lines of the window above its chunk number ``n_chunks`` (counted over all chunks)."""

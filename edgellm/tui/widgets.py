@@ -214,6 +214,8 @@ class Meter(Widget):
     fraction: reactive[float] = reactive(0.0)
     text: reactive[str] = reactive("")
     label: reactive[str] = reactive("")
+    right: reactive[str] = reactive("")
+    """Words at the right edge, where there is room for them."""
 
     def __init__(
         self, label: str = "", *, bar: int = 20, id: str | None = None, classes: str | None = None
@@ -236,6 +238,9 @@ class Meter(Widget):
             Segment("─" * (n - full), _style(ink["border"])),
             Segment(f" {self.text}", _style(ink["muted"])),
         ]
+        room = width - sum(len(segment.text) for segment in segments)
+        if len(self.right) < room:
+            segments.append(Segment(self.right.rjust(room), _style(ink["muted"])))
         base = self.rich_style
         painted = [Segment(text, base + (style or Style.null())) for text, style, _ in segments]
         return Strip(painted).adjust_cell_length(width, base)

@@ -379,3 +379,20 @@ async def test_the_model_can_be_switched_in_mid_conversation(
         assert names == ["SmolLM2-135M-Instruct", "Qwen3-4B-Instruct"]
         asked = app.endpoint.asked[-1][0]  # type: ignore[union-attr]
         assert [m["content"] for m in asked] == ["a", ANSWER, "b"]
+
+
+async def test_leaving_in_mid_answer_keeps_the_words_without_a_traceback(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    services.token_s = 0.02
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("a", "enter")
+        await settle(pilot, lambda: screen._live is not None and len(screen._live.text) > 4)
+        await pilot.press("ctrl+q")
+    store = SessionStore(services.state_file("chat.db"))
+    answer = store.thread(store.find()[0].id)[-1]
+    store.close()
+    assert answer.state in ("stopped", "interrupted")
+    assert len(answer.content) > 4
+    assert ANSWER.startswith(answer.content)

@@ -10,6 +10,7 @@ from textual.screen import Screen
 from textual.widgets import Footer
 
 from edgellm.tui.app import EdgeApp
+from edgellm.tui.ports import HERE
 from edgellm.tui.widgets import NavBar
 
 Command = tuple[str, str, Callable[[], object]]
@@ -59,7 +60,7 @@ class EdgeScreen(Screen[None]):
         elif app.endpoint is None:
             bar.mark, bar.status = "○", "no model"
         else:
-            remote = app.endpoint.where != "this machine"
+            remote = app.endpoint.where != HERE
             place = f" @ {app.endpoint.where.split('//')[-1]}" if remote else ""
             bar.mark = "●" if app.endpoint.is_alive else "✗"
             bar.status = app.endpoint.name + place

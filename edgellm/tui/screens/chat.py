@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Vertical
 from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
@@ -26,7 +28,8 @@ from edgellm.errors import DiskFullError, EdgeLLMError, EngineDeadError
 from edgellm.request import Usage
 from edgellm.tui.composer import Composer
 from edgellm.tui.context import fit, to_chat, to_sampling
-from edgellm.tui.ports import Delta, Endpoint
+from edgellm.tui.pacing import PLENTY, Pacer, share_for
+from edgellm.tui.ports import HERE, Delta, Endpoint
 from edgellm.tui.screens.base import Command, EdgeScreen
 from edgellm.tui.screens.dialogs import AskScreen, ConfirmScreen, PickScreen, SettingsScreen
 from edgellm.tui.sessions import Message, Session, code_blocks
@@ -35,9 +38,6 @@ from edgellm.tui.widgets import Meter
 
 T = TypeVar("T")
 
-FRAME_S: Final = 1 / 30
-POLITE_FRAME_S: Final = 1 / 8
-"""When the model computes on this CPU, every frame is taken from it."""
 RETRY_S: Final = 2.0
 SAVE_S: Final = 0.4
 """How much of an answer a crash may cost."""
@@ -65,8 +65,9 @@ class ChatScreen(EdgeScreen):
 
     MODE = "chat"
     CSS = """
-    ChatScreen #main { height: 1fr; }
-    ChatScreen #sidebar { width: 32; border-right: vkey $border; padding: 0 1; display: none; }
+    ChatScreen #sidebar {
+        dock: left; width: 32; border-right: vkey $border; padding: 0 1; display: none;
+    }
     ChatScreen.-sidebar #sidebar { display: block; }
     ChatScreen #find { background: $background; height: 1; }
     ChatScreen #sessions {
@@ -81,8 +82,7 @@ class ChatScreen(EdgeScreen):
     ChatScreen.-blank #transcript { display: none; }
     ChatScreen #attached { height: auto; padding: 0 2; color: $accent; display: none; }
     ChatScreen #composer { margin: 0 1; }
-    ChatScreen #bottom { height: 1; padding: 0 3; }
-    ChatScreen #speed { width: auto; color: $muted; }
+    ChatScreen #meter { padding: 0 3; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -118,24 +118,22 @@ class ChatScreen(EdgeScreen):
         self._editing: Message | None = None
         self._queued = ""
         self._frame: Timer | None = None
+        self._pacer = Pacer(PLENTY)
         self._answering: Worker[None] | None = None
         self._disk_full = False
         self._counts: dict[str, int] = {}
 
     def body(self) -> ComposeResult:
-        with Horizontal(id="main"):
-            with Vertical(id="sidebar"):
-                yield Input(placeholder="find in conversations", id="find", compact=True)
-                yield OptionList(id="sessions")
-            with Vertical():
-                yield Transcript(id="transcript")
-                with Vertical(id="hint"):
-                    yield Static(id="hint-text")
-                yield Static(id="attached")
-                yield Composer(id="composer")
-                with Horizontal(id="bottom"):
-                    yield Meter("ctx", id="meter")
-                    yield Static(id="speed")
+        # Few containers: Textual draws the lines of every one of them in every frame.
+        with Vertical(id="sidebar"):
+            yield Input(placeholder="find in conversations", id="find", compact=True)
+            yield OptionList(id="sessions")
+        yield Transcript(id="transcript")
+        with Vertical(id="hint"):
+            yield Static(id="hint-text")
+        yield Static(id="attached")
+        yield Composer(id="composer")
+        yield Meter("ctx", id="meter")
 
     def ready(self) -> None:
         self.set_class(self.size.width >= 110, "-sidebar")
@@ -328,7 +326,8 @@ class ChatScreen(EdgeScreen):
         turn = Turn(message.id, "assistant", name=endpoint.name, streaming=True)
         self.transcript.add(turn)
         self._live = Live(session, message, turn)
-        self._frame = self.set_interval(_frame_s(endpoint), self._show_frame)
+        self._pacer = _pacer(endpoint)
+        self._frame = self.set_timer(self._pacer.interval_s, self._frame_due)
         self._answering = self._answer(endpoint, self._live, messages)
         await self._list(self.query_one("#find", Input).value)
 
@@ -342,8 +341,7 @@ class ChatScreen(EdgeScreen):
                 async for delta in stream:
                     _take(live, delta)
         except asyncio.CancelledError:
-            state, note = "stopped", "stopped"
-            await self._finish(live, state, note)
+            await self._finish(live, "stopped", "stopped")
             raise
         except EdgeLLMError as error:
             state, note = "error", error.message
@@ -363,6 +361,13 @@ class ChatScreen(EdgeScreen):
         text = "The model's process is gone. What was said is saved. Load the model again?"
         if await self.app.push_screen_wait(ConfirmScreen("The engine ended", text, "Restart")):
             self.edge.restart_engine()
+
+    def _frame_due(self) -> None:
+        if self._live is None:
+            return
+        self._show_frame()
+        pause = self._pacer.note(time.monotonic(), time.process_time())
+        self._frame = self.set_timer(pause, self._frame_due)
 
     def _show_frame(self) -> None:
         """What arrived since the last frame, onto the screen: one layout for all of it."""
@@ -406,16 +411,21 @@ class ChatScreen(EdgeScreen):
         self.session = _replace(session, draft=draft)
 
     async def _finish(self, live: Live, state: str, note: str) -> None:
-        self._show_frame()
+        if self.is_attached:
+            self._show_frame()
         if self._frame is not None:
             self._frame.stop()
         usage, timings = _measured(live)
-        values = {
+        values: dict[str, Any] = {
             "content": "".join(live.text), "reasoning": "".join(live.reasoning), "state": state,
             "note": note or None, "n_tokens": usage.n_output or live.n_tokens,
             "decode_tps": timings[0], "ttft_s": timings[1],
         }  # fmt: skip
         self._live = None
+        if not self.is_attached:
+            # The program is ending: keep the words, there is no screen to show them on.
+            self.edge.store.finish(live.message.id, **values)
+            return
         await self._keep_until_saved(live.message.id, values)
         if self.session is not None and self.session.id == live.session.id:
             self._thread = await self._disk(self.edge.store.thread, self.session.id) or self._thread
@@ -449,7 +459,7 @@ class ChatScreen(EdgeScreen):
         self.speed = " · ".join(parts)
 
     def watch_speed(self, speed: str) -> None:
-        self.query_one("#speed", Static).update(speed)
+        self.query_one(Meter).right = speed
 
     # -- the meter -------------------------------------------------------------------------------
 
@@ -775,10 +785,12 @@ def _measured(live: Live) -> tuple[Usage, tuple[float | None, float | None]]:
     return live.last.usage or Usage(n_output=live.n_tokens), speed
 
 
-def _frame_s(endpoint: Endpoint) -> float:
+def _pacer(endpoint: Endpoint) -> Pacer:
     """Frames as often as eyes want them, unless they would be taken from the model's own cores."""
-    plan = endpoint.plan
-    return FRAME_S if plan is None or plan.verdict == "gpu" else POLITE_FRAME_S
+    plan = endpoint.plan if endpoint.where == HERE else None
+    if plan is None:
+        return Pacer(share_for(None, 0, 0))
+    return Pacer(share_for(plan.verdict, plan.params.n_threads, os.cpu_count() or 1))
 
 
 def _replace(session: Session, **changes: Any) -> Session:

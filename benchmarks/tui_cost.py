@@ -1,0 +1,221 @@
+"""What the terminal interface costs: first paint, key to echo while a model streams, CPU.
+
+    python benchmarks/tui_cost.py [--model starter] [--runs 5] [--rate 200]
+
+Runs the real program in a pseudo-terminal of 120x40 with a home of its own, types what a person
+would, and reads what the terminal would show. Prints JSON. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "Write a long story about a lighthouse keeper, with many paragraphs."
+
+
+class Terminal:
+    """A program in a pseudo-terminal; everything it wrote is in ``seen``."""
+
+    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        self.began = time.perf_counter()
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self.process = subprocess.Popen(
+            argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        )
+        os.close(theirs)
+        self._fd = ours
+        self.seen = b""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def pump(self, seconds: float) -> None:
+        """Read for a while."""
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            self._read(left)
+
+    def wait(self, pattern: str, seconds: float = 60.0) -> float:
+        """Read until the pattern appears in new output; return when (perf_counter)."""
+        start = len(self.seen)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self._read(0.5)
+            if re.search(pattern.encode(), self.seen[max(start - 64, 0) :]):
+                return time.perf_counter()
+        raise TimeoutError(f"{pattern!r} did not appear")
+
+    def _read(self, seconds: float) -> None:
+        ready, _, _ = select.select([self._fd], [], [], max(seconds, 0))
+        if ready:
+            try:
+                self.seen += os.read(self._fd, 1 << 16)
+            except OSError:
+                raise SystemExit("the program ended") from None
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        os.close(self._fd)
+
+
+def environment(home: str, backend: str) -> dict[str, str]:
+    return {
+        **os.environ, "EDGELLM_HOME": home, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color",
+        "COLORTERM": "truecolor", "EDGELLM_ENGINE_BACKEND": backend,
+    }  # fmt: skip
+
+
+def first_paint(backend: str, runs: int) -> tuple[list[float], list[float]]:
+    """Seconds from starting the process to the first frame with words on it: wall, and CPU."""
+    times, cpu = [], []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as home:
+            terminal = Terminal([sys.executable, "-m", "edgellm"], environment(home, backend))
+            times.append(terminal.wait("Models") - terminal.began)
+            used = psutil.Process(terminal.process.pid).cpu_times()
+            cpu.append(used.user + used.system)
+            terminal.close()
+    return times, cpu
+
+
+def inside(rate: float) -> None:
+    """The interface over an engine without a model that streams at a chosen speed, for ever."""
+    from edgellm.engine.client import Engine
+    from edgellm.engine.info import EngineOptions, Script
+    from edgellm.tui.app import EdgeApp
+    from edgellm.tui.local import LocalEndpoint
+    from edgellm.tui.services import LocalServices
+
+    class Paced(LocalServices):
+        async def load(self, plan: Any, on_progress: Any) -> Any:  # noqa: ARG002
+            script = Script(decode_token_s=1 / rate, answer_tokens=0)
+            options = EngineOptions(script=script)
+            return LocalEndpoint(await Engine.load(plan, backend="scripted", options=options))
+
+    EdgeApp(Paced(), model="starter").run()
+
+
+def streaming(model: str, backend: str, seconds: float, rate: float) -> dict[str, Any]:
+    """Key to echo and CPU share of the interface while an answer streams."""
+    with tempfile.TemporaryDirectory() as home:
+        argv = [sys.executable, "-m", "edgellm", "tui", model, "--temp", "0.8", "--seed", "7"]
+        if rate:
+            argv = [sys.executable, __file__, "--inside", str(rate)]
+        terminal = Terminal(argv, environment(home, backend))
+        terminal.wait("tokens of context", 120)
+        terminal.pump(1.0)
+        terminal.type(PROMPT)
+        terminal.pump(0.5)
+        terminal.type("\r")
+        terminal.wait("Write a long", 30)
+        terminal.pump(2.0)
+        process = psutil.Process(terminal.process.pid)
+        before, n_before = process.cpu_times(), len(terminal.seen)
+        began = time.perf_counter()
+        echoes = []
+        while time.perf_counter() - began < seconds:
+            letter = "QXZJ"[len(echoes) % 4]
+            typed = time.perf_counter()
+            terminal.type(letter)
+            echoes.append(terminal.wait(letter, 5) - typed)
+            terminal.pump(0.4)
+        wall = time.perf_counter() - began
+        after = process.cpu_times()
+        used = after.user + after.system - before.user - before.system
+        terminal.type("\x1b")
+        terminal.pump(1.0)
+        terminal.close()
+        return {
+            "key_to_echo_ms": {
+                "p50": statistics.median(echoes) * 1000, "max": max(echoes) * 1000,
+                "n": len(echoes),
+            },
+            "interface_cpu_percent_of_a_core": used / wall * 100,
+            "terminal_kib_per_s": (len(terminal.seen) - n_before) / wall / 1024,
+        } | tokens_shown(home)  # fmt: skip
+
+
+def tokens_shown(home: str) -> dict[str, Any]:
+    """What the conversation's store says of the answer."""
+    import sqlite3
+
+    with sqlite3.connect(Path(home) / "state" / "chat.db") as db:
+        rows = db.execute("SELECT n_tokens, decode_tps FROM message WHERE role='assistant'")
+        n_tokens, decode_tps = rows.fetchone()
+    return {"n_tokens": n_tokens, "decode_tps": decode_tps}
+
+
+async def bare(model: str, backend: str, n_tokens: int) -> float:
+    """decode_tps of the same engine with nobody drawing."""
+    from edgellm.request import Request, SamplingParams
+    from edgellm.runtime import open_engine
+
+    engine = await open_engine(model, backend=backend)
+    request = Request(
+        id="bare", prompt=PROMPT, sampling=SamplingParams(max_tokens=n_tokens, seed=7)
+    )
+    try:
+        last = None
+        async for event in engine.generate(request):
+            last = event
+    finally:
+        await engine.close()
+    assert last is not None
+    assert last.timings is not None
+    return last.timings.decode_tps or 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="starter")
+    parser.add_argument("--backend", default="llama")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="stream without a model at this many tokens/s"
+    )
+    parser.add_argument("--inside", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        inside(arguments.inside)
+        return
+    result: dict[str, Any] = {}
+    if arguments.runs:
+        paints, cpu = first_paint(arguments.backend, arguments.runs)
+        result["first_paint_s"] = {"median": statistics.median(paints), "max": max(paints)}
+        result["first_paint_cpu_s"] = statistics.median(cpu)
+    rate = arguments.rate
+    result["streaming"] = streaming(arguments.model, arguments.backend, arguments.seconds, rate)
+    if not rate:
+        n_tokens = result["streaming"]["n_tokens"] or 256
+        result["bare_decode_tps"] = asyncio.run(bare(arguments.model, arguments.backend, n_tokens))
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
