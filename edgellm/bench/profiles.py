@@ -1,0 +1,97 @@
+"""Profiles that tuning wrote: with reasons inside, and every earlier text kept for going back."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.bench.archive import Archive
+from edgellm.errors import ConfigError
+from edgellm.paths import config_dir
+
+
+def profile_path(name: str) -> Path:
+    """Where a person's own profile of that name stands."""
+    return config_dir() / "profiles" / f"{name}.toml"
+
+
+def profile_name(model: str, card: str | None) -> str:
+    """``tuned-<model>-<card>``: the card's UUID shortened to what tells cards apart."""
+    slug = re.sub(r"[^a-z0-9]+", "-", Path(model).stem.lower()).strip("-")[:48]
+    short = re.sub(r"[^a-z0-9]", "", (card or "cpu").lower().removeprefix("gpu-"))[:8]
+    return f"tuned-{slug}-{short}"
+
+
+def profile_text(
+    title: str, what_for: str, values: Mapping[str, Any], reasons: Mapping[str, str]
+) -> str:
+    """A profile file: each value beside why it has it."""
+    lines = ["[profile]", f"title = {_toml(title)}", f"for = {_toml(what_for)}"]
+    for section in dict.fromkeys(key.partition(".")[0] for key in values):
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            head, _, name = key.partition(".")
+            if head == section:
+                why = _toml(reasons.get(key, "measured"))
+                lines.append(f"{name} = {{ value = {_toml(value)}, why = {why} }}")
+    return "\n".join(lines) + "\n"
+
+
+def write_profile(archive: Archive, name: str, text: str) -> Path:
+    """Write a profile and keep what stood there before."""
+    path = profile_path(name)
+    previous = path.read_text(encoding="utf-8") if path.is_file() else None
+    with archive.open() as db:
+        db.execute(
+            "INSERT INTO profiles (at, name, text, previous) VALUES (?, ?, ?, ?)",
+            (_now(), name, text, previous),
+        )
+    _replace(path, text)
+    return path
+
+
+def rollback(archive: Archive, name: str | None = None) -> tuple[str, Path, bool]:
+    """Undo the newest write of a profile (the newest of all, without a name).
+
+    (name, its file, whether the file still exists). Raises ConfigError when nothing was written.
+    """
+    with archive.open() as db:
+        row = db.execute(
+            "SELECT id, name, previous FROM profiles WHERE ?1 IS NULL OR name = ?1"
+            " ORDER BY id DESC LIMIT 1",
+            (name,),
+        ).fetchone()
+        if row is None:
+            which = f"profile {name}" if name else "any profile"
+            raise ConfigError(f"tuning has not written {which}", hint="edgellm tune MODEL")
+        number, found, previous = row
+        db.execute("DELETE FROM profiles WHERE id = ?", (number,))
+    path = profile_path(str(found))
+    if previous is None:
+        path.unlink(missing_ok=True)
+    else:
+        _replace(path, str(previous))
+    return str(found), path, previous is not None
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".toml.part")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+    return f'"{escaped}"'
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
