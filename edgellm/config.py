@@ -149,6 +149,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     spec: Annotated[
         Literal["off", "auto", "ngram", "draft"] | None, Meta(description="speculative decoding")
     ] = None
+    spec_max: Annotated[
+        Positive | None, Meta(description="tokens drafted a step and sequence at most")
+    ] = None
     retain_prefixes: Annotated[bool | None, Meta(description="keep prompts for reuse")] = None
     warmup: Annotated[bool | None, Meta(description="run once before saying ready")] = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from edgellm.bench.stats import phase_metrics
 from edgellm.bench.tune import Settings, Trial, Variable, doublings
 from edgellm.devices import Devices
 from edgellm.engine.client import Engine
+from edgellm.engine.info import EngineOptions
 from edgellm.errors import EdgeLLMError
 from edgellm.metrics import request_timings
 from edgellm.planner.plan import LoadReport, Plan
@@ -58,13 +60,18 @@ class EngineTrials:
         *,
         flags: Settings | None = None,
         devices: Devices | None = None,
+        baseline_decode: float | None = None,
     ) -> None:
-        """``flags``: what the person fixed; trials change other keys only."""
+        """``flags``: what the person fixed; trials change other keys only.
+
+        ``baseline_decode`` is the plan's own decode rate where an earlier part of the search
+        measured it: context may not be bought with more than a tenth of it.
+        """
         self._model = model
         self._workload = workload
         self._flags = flags or {}
         self._devices = devices
-        self._baseline_decode: float | None = None
+        self._baseline_decode = baseline_decode
 
     async def __call__(self, settings: Settings, number: int) -> Trial:
         """One round; every failure of the engine is a rejected trial, never an exception."""
@@ -89,13 +96,17 @@ class EngineTrials:
             took_s=time.monotonic() - begin,
         )
 
+    def options(self, resolved: config.Settings) -> EngineOptions:
+        """How the engine of a trial runs."""
+        return engine_options(resolved)
+
     async def _measure(self, settings: Settings, number: int) -> tuple[dict[str, float], str]:
         resolved = config.load({**self._flags, **settings}).settings
         plan = await asyncio.to_thread(
             plan_model, self._model, None, self._devices, settings=resolved
         )
         engine = await Engine.load(
-            plan, backend=resolved.engine.backend, options=engine_options(resolved)
+            plan, backend=resolved.engine.backend, options=self.options(resolved)
         )
         try:
             reason = spilled(engine.plan, engine.report)
@@ -222,6 +233,7 @@ def variables_for(plan: Plan, devices: Devices, objective: str, fixed: Settings)
         *_placement_variables(plan),
         *_cache_variables(plan, objective),
         *_context_variables(plan, objective),
+        *_draft_variables(plan),
     ]
     return [v for v in found if v.options and not any(k in fixed for o in v.options for k in o)]
 
@@ -314,13 +326,18 @@ def _context_variables(plan: Plan, objective: str) -> list[Variable]:
     return [Variable(name="n_ctx", options=options, about="cells of context")]
 
 
+def _draft_variables(plan: Plan) -> list[Variable]:
+    if plan.params.draft_model is None:
+        return []
+    options = doublings("engine.spec_max", 8, low=2, high=32)
+    return [Variable(name="draft length", options=options, about="tokens drafted a step at most")]
+
+
 def session_name(
     plan: Plan, devices: Devices, workload: Workload, fixed: Settings, digest: str
 ) -> str:
     """One name for one search: the same model, cards, objective and fixed settings resume it."""
     cards = [gpu.uuid or gpu.name for gpu in devices.gpus] or [devices.host.cpu]
     parts: list[Any] = [digest, cards, msgspec.to_builtins(workload), sorted(fixed.items())]
-    import hashlib
-
     text = msgspec.json.encode(parts)
     return f"{Path(plan.model.path).stem}-{hashlib.sha256(text).hexdigest()[:12]}"

@@ -93,8 +93,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.best_score / self.baseline_score - 1
 
 
-class OutOfTime(Exception):  # noqa: N818 - flow inside this module, never seen outside
-    """The budget is spent."""
+class OutOfTime(Exception):
+    """The budget is spent; never leaves this module."""
 
 
 class BaselineError(Exception):
@@ -110,6 +110,7 @@ class Journal:
         if path is not None and path.is_file():
             for trial in _read_lines(path):
                 self._known[trial_key(trial.settings, trial.round)] = trial
+            _end_last_line(path)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -144,6 +145,15 @@ def _read_lines(path: Path) -> Iterable[Trial]:
             continue
 
 
+def _end_last_line(path: Path) -> None:
+    """What is appended must not continue a line that an interruption cut."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
 def trial_key(settings: Settings, number: int) -> str:
     """One string for one round of one set of settings, whatever the order of its keys."""
     return msgspec.json.encode([sorted(settings.items()), number]).decode()
@@ -165,7 +175,7 @@ class Tuner:
         self._variables = variables
         self._measure = measure
         self._budget_s = budget_s
-        self._journal = journal or Journal()
+        self._journal = Journal() if journal is None else journal
         self._on_trial = on_trial
         self._on_step = on_step
         self._trials: dict[str, list[Trial]] = {}
@@ -226,13 +236,12 @@ class Tuner:
         return best
 
     def _place(self, variable: Variable, best: Settings) -> int:
-        """Where the ladder stands now: the option that is in force."""
-        for i, option in enumerate(variable.options):
-            if {**best, **option} == best:
+        """Where the ladder stands now; the empty option is the plan's own place."""
+        options = variable.options
+        for i, option in enumerate(options):
+            if option and {**best, **option} == best:
                 return i
-        # The first option is the plan's own by the convention of those who make variables with
-        # one_of(); an empty one marks it.
-        return next((i for i, option in enumerate(variable.options) if not option), 0)
+        return next((i for i, option in enumerate(options) if not option), 0)
 
     async def _try(
         self, variable: Variable, option: Settings, best: Settings
@@ -289,16 +298,13 @@ class Tuner:
         return len(self._scores(settings)) >= MAX_ROUNDS
 
     def _is_clear(self, gain: float, settings: Settings, best: Settings) -> bool:
-        """Far beyond the margin, or the two sides' scores do not overlap and agree with it."""
+        """Every round of one side beats every round of the other, or there is nothing in it."""
         a, b = self._scores(settings), self._scores(best)
-        margin = self._margin()
-        if abs(gain) > 3 * margin and self._noise < margin * 1.01:
-            return True
-        if gain > margin:
-            return min(a) > max(b) and len(a) >= MIN_ROUNDS
-        if gain < -margin:
+        if gain > self._margin():
+            return min(a) > max(b)
+        if gain < -self._margin():
             return max(a) < min(b)
-        return gain < 0 and self._noise < MIN_GAIN
+        return gain < self._margin() / 2
 
     def _margin(self) -> float:
         return max(MIN_GAIN, self._noise)
