@@ -129,7 +129,8 @@ def _largest_whole(
 
 def _as_good(choice: Choice, choices: Sequence[Choice]) -> Choice:
     for other in choices:
-        if other.quant in PREFERRED and choice.n_bytes <= other.n_bytes * _EQUAL:
+        near = other.n_bytes <= choice.n_bytes <= other.n_bytes * _EQUAL
+        if other.quant in PREFERRED and near:
             return other
     return choice
 

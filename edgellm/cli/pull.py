@@ -12,18 +12,18 @@ import msgspec
 from edgellm import config, library
 from edgellm.cli.progress import emit, listener
 from edgellm.config import Settings
-from edgellm.devices import Devices, imagine, probe
 from edgellm.errors import DoesNotFitError, DownloadError, GGUFError, StoreError
 from edgellm.gguf.reader import check_file
 from edgellm.gguf.remote import read_gguf_url
-from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.planner.plan import Plan
+from edgellm.runtime import plan_devices, plan_request
 from edgellm.store import catalog
 from edgellm.store.catalog import ResolvedModel
 from edgellm.store.files import Remote
 from edgellm.store.pull import Order, url_order
 from edgellm.store.pull import pull as carry_out
 from edgellm.store.records import Record
-from edgellm.units import format_bytes, parse_bytes
+from edgellm.units import format_bytes
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +45,7 @@ def pull(
     name: str | None = None,
     mmproj: bool | None = None,
     vram: list[str] | None = None,
+    ram: str | None = None,
     dry_run: bool = False,
     force: bool = False,
     json: bool = False,
@@ -67,6 +68,8 @@ def pull(
         Fetch the vision projector too, where there is one (on by default), or leave it out.
     vram
         Choose for a card with this much free memory instead; repeat it for several cards.
+    ram
+        Choose for this much free RAM instead.
     dry_run
         Show what would be fetched and stop.
     force
@@ -74,13 +77,12 @@ def pull(
     json
         Print JSON events, one a line.
     """
-    settings = config.load().settings
+    settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     resolved = catalog.resolve(model, settings.store)
     if resolved.path is not None and resolved.hub is None:
         _already(resolved, json)
         return
-    devices = imagine(probe(), vram=[parse_bytes(size) for size in vram or ()])
-    offer = _offer(resolved, settings, devices, name=name, mmproj=mmproj, force=force)
+    offer = _offer(resolved, settings, name=name, mmproj=mmproj, force=force)
     _show(offer, json)
     if dry_run:
         return
@@ -97,25 +99,25 @@ def _already(resolved: ResolvedModel, as_json: bool) -> None:
 def _offer(
     resolved: ResolvedModel,
     settings: Settings,
-    devices: Devices,
     *,
     name: str | None,
     mmproj: bool | None,
     force: bool,
 ) -> Offer:
     if resolved.url is not None:
-        return _url_offer(resolved.url, settings, devices, name=name, force=force)
+        return _url_offer(resolved.url, settings, name=name, force=force)
     if resolved.hub is None:
         raise StoreError(f"{resolved.name}: no address is known for it", hint="edgellm search")
     from edgellm.store import hub
 
+    devices, request = plan_devices(settings), plan_request(settings)
     found = hub.listing(resolved.hub, settings.store)
     choice, why, plan, note = hub.choose(found, resolved.hub), "", None, ""
     if choice is None:
-        choice, advice = library.advise(found, devices)
+        choice, advice = library.advise(found, devices, request)
         plan, why = advice.plan, advice.why
     else:
-        plan, note = _planned(lambda: library.choice_plan(choice, devices), force)
+        plan, note = _planned(lambda: library.choice_plan(choice, devices, request), force)
     return Offer(
         order=hub.order(found, choice, _projector(found.projectors, mmproj)),
         why=why,
@@ -127,13 +129,10 @@ def _offer(
     )
 
 
-def _url_offer(
-    url: str, settings: Settings, devices: Devices, *, name: str | None, force: bool
-) -> Offer:
+def _url_offer(url: str, settings: Settings, *, name: str | None, force: bool) -> Offer:
+    devices, request = plan_devices(settings), plan_request(settings)
     order = url_order(url, name=name, settings=settings.store)
-    plan, note = _planned(
-        lambda: library.plan_header(read_gguf_url(url), devices, PlanRequest()), force
-    )
+    plan, note = _planned(lambda: library.plan_header(read_gguf_url(url), devices, request), force)
     return Offer(order=order, plan=plan, note=note)
 
 
@@ -159,6 +158,27 @@ def _projector(found: tuple[Remote, ...], wanted: bool | None) -> Remote | None:
         return None
     preferred = [p for p in found if "f16" in p.name.lower() and "bf16" not in p.name.lower()]
     return (preferred or list(found))[0]
+
+
+def again(record: Record, settings: Settings, as_json: bool) -> Record:
+    """Carry out a record's order once more: what is damaged or missing is fetched."""
+    ref = catalog.parse_hub_ref(record.ref)
+    if ref is None:
+        first = record.files[0]
+        renamed = first.name != (first.url or "").rsplit("/", 1)[-1]
+        order = url_order(
+            record.ref, name=record.name if renamed else None, settings=settings.store
+        )
+        return _fetch(order, settings, as_json)
+    from edgellm.store import hub
+
+    found = hub.listing(ref, settings.store)
+    choice = hub.choose(found, ref)
+    if choice is None:
+        raise StoreError(f"{record.ref} names no file", hint=f"edgellm rm {record.name}")
+    had = {file.name for file in record.files}
+    projector = next((p for p in found.projectors if p.name in had), None)
+    return _fetch(hub.order(found, choice, projector), settings, as_json)
 
 
 def _fetch(order: Order, settings: Settings, as_json: bool) -> Record:

@@ -11,11 +11,12 @@ import msgspec
 from edgellm import config, library
 from edgellm.cli.ls import VERDICTS
 from edgellm.config import Settings
-from edgellm.devices import Devices, imagine, probe
+from edgellm.devices import Devices
 from edgellm.errors import DoesNotFitError, DownloadError, EdgeLLMError
+from edgellm.runtime import plan_devices, plan_request
 from edgellm.store.catalog import Entry, HubRef, entries
 from edgellm.store.files import Choice
-from edgellm.units import format_bytes, parse_bytes
+from edgellm.units import format_bytes
 
 SCHEMA = "edgellm.search/1"
 # Headers read at the same time: enough to hide the waiting, few enough not to be throttled.
@@ -44,6 +45,7 @@ def search(
     fits: bool = False,
     limit: int = 10,
     vram: list[str] | None = None,
+    ram: str | None = None,
     json: bool = False,
 ) -> None:
     """Find GGUF models on the hub and in the catalog, each with its verdict on this machine.
@@ -62,11 +64,13 @@ def search(
         Repositories to look at.
     vram
         Judge for a card with this much free memory instead; repeat it for several cards.
+    ram
+        Judge for this much free RAM instead.
     json
         Print JSON (edgellm.search/1).
     """
-    settings = config.load().settings
-    devices = imagine(probe(), vram=[parse_bytes(size) for size in vram or ()])
+    settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
+    devices = plan_devices(settings)
     known = [entry for entry in entries() if _matches(entry, words)]
     try:
         results, offline = _asked(" ".join(words), limit, settings, devices), None
@@ -110,7 +114,7 @@ def _judged(hit: Any, settings: Settings, devices: Devices) -> Result:
         plain, license=found.license, sizes={c.quant or c.name: c.n_bytes for c in found.choices}
     )
     try:
-        choice, advice = library.advise(found, devices)
+        choice, advice = library.advise(found, devices, plan_request(settings))
     except DoesNotFitError as error:
         return _with(plain, found.choices[-1], verdict="does_not_fit", note=error.message)
     except EdgeLLMError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
 
 from edgellm import config
 from edgellm.cli.progress import Progress
-from edgellm.config import StoreSettings
+from edgellm.config import Settings, StoreSettings
 from edgellm.errors import ChecksumError, ModelNotFoundError, StoreError
 from edgellm.gguf.reader import check_file
 from edgellm.store import records
@@ -35,7 +36,8 @@ def verify(*names: str, repair: bool = False, json: bool = False) -> None:
     json
         Print JSON (edgellm.verify/1).
     """
-    store = config.load().settings.store
+    settings = config.load().settings
+    store = settings.store
     models, partials = _wanted(names, store)
     progress = Progress()
     found = {m.name: look(m, check_file, listener=progress, settings=store) for m in models}
@@ -46,7 +48,7 @@ def verify(*names: str, repair: bool = False, json: bool = False) -> None:
     else:
         _print(found, partials)
     if repair:
-        _repair(bad, partials, store)
+        _repair(bad, partials, settings, json)
     elif bad:
         problem = next(f for f in found[bad[0].name] if f.problem)
         raise ChecksumError(
@@ -71,7 +73,10 @@ def _wanted(names: tuple[str, ...], store: StoreSettings) -> tuple[list[LocalMod
     return chosen, unfinished
 
 
-def _repair(bad: list[LocalModel], partials: list[Record], store: StoreSettings) -> None:
+def _repair(
+    bad: list[LocalModel], partials: list[Record], settings: Settings, as_json: bool
+) -> None:
+    store = settings.store
     todo = list(partials)
     for model in bad:
         record = record_of(model, store)
@@ -82,11 +87,15 @@ def _repair(bad: list[LocalModel], partials: list[Record], store: StoreSettings)
             )
         forget_stamps(record, store)
         todo.append(record)
-    from edgellm.cli.pull import pull
+    from edgellm.cli.pull import again
 
     for record in todo:
-        if record.source != "import":
-            pull(record.ref, force=True)
+        if record.source == "import":
+            print(f"{record.name}: an import; run it again from its source", file=sys.stderr)
+            continue
+        done = again(record, settings, as_json)
+        if not as_json:
+            print(f"{done.name} is complete and right")
 
 
 def _print(found: dict[str, list[Finding]], partials: list[Record]) -> None:

@@ -62,7 +62,7 @@ def _Slow() -> object:  # noqa: N802 (a class made where its base is imported)
 
     class Slow(Listener):
         def progress(self, name: str, done: int, total: int | None) -> None:
-            time.sleep(0.003)
+            time.sleep(0.008)
 
     return Slow()
 
