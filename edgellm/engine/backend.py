@@ -100,6 +100,9 @@ class Backend(Protocol):
     def logprobs(self, row: int, token: int, k: int) -> TokenLogprob:
         """The token's log-probability in a row, and the k most likely. Needs all logits."""
 
+    def logits(self, row: int) -> bytes:
+        """A row's logits, one float32 (little endian) a token of the vocabulary."""
+
     def seq_rm(self, seq_id: int, start: int) -> bool:
         """Forget positions from ``start`` on; False when the cache cannot forget a part."""
 

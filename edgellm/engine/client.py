@@ -430,6 +430,16 @@ class Engine:
         value = await self._call(lambda call: wire.Embed(call, request))
         return msgspec.convert(value, EmbedResult)
 
+    async def score(self, tokens: list[int], *, first: int, out: str) -> int:
+        """Write the logits of positions ``first`` to the end to the file ``out``: rows of float32
+        (little endian), one value a token of the vocabulary. Returns the number of rows.
+
+        The tokens are one fresh sequence; the engine must have no other request. Raises
+        InvalidRequestError when they do not fit or it is busy.
+        """
+        value: int = await self._call(lambda call: wire.Score(call, list(tokens), first, out))
+        return value
+
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:

@@ -688,6 +688,9 @@ class LlamaBackend:
         data: Any = (ctypes.c_float * self.n_vocab).from_address(address)
         return np.frombuffer(data, np.float32)
 
+    def logits(self, row: int) -> bytes:
+        return bytes(self._row(row).astype("<f4", copy=False).tobytes())
+
     def logprobs(self, row: int, token: int, k: int) -> TokenLogprob:
         logits = self._row(row)
         top = float(logits.max())

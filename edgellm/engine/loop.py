@@ -20,6 +20,7 @@ from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
 from edgellm.engine.output import Group, Output
 from edgellm.engine.sampling import needs_all_logits
+from edgellm.engine.score import ScoreJob, score
 from edgellm.engine.sequence import Sequence, State, to_drop
 from edgellm.engine.spec import Speculation
 from edgellm.errors import DecodeError, EdgeLLMError, EngineError, InvalidRequestError
@@ -62,7 +63,9 @@ class Refused(msgspec.Struct, frozen=True):
     error: ErrorInfo
 
 
-Message = Arrived | Refused | EmbedJob | wire.Cancel | wire.Stats | wire.Ping | wire.Close
+Message = (
+    Arrived | Refused | EmbedJob | ScoreJob | wire.Cancel | wire.Stats | wire.Ping | wire.Close
+)
 Send = Callable[[wire.FromChild], None]
 
 
@@ -80,7 +83,7 @@ class Loop:
         self._send = send
         self._random = random.Random(options.seed)
         self._began = time.monotonic()
-        self._embeds: list[EmbedJob] = []
+        self._embeds: list[EmbedJob | ScoreJob] = []
         self._closing = False
         self._eog = frozenset(backend.info.eog_ids)
         self._sampled_at = 0.0
@@ -132,7 +135,7 @@ class Loop:
         elif isinstance(message, Refused):
             self.meter.failed += 1
             self.output.fail(message.request_id, wire.rebuild_error(message.error))
-        elif isinstance(message, EmbedJob):
+        elif isinstance(message, (EmbedJob, ScoreJob)):
             self._embeds.append(message)
         else:
             self._closing = True
@@ -440,11 +443,21 @@ class Loop:
 
     # -- embeddings --------------------------------------------------------------------------
 
-    def _embed(self, job: EmbedJob) -> None:
+    def _embed(self, job: EmbedJob | ScoreJob) -> None:
         try:
-            self._send(wire.Reply(job.call, self._embed_all(job)))
+            if isinstance(job, ScoreJob):
+                self._send(wire.Reply(job.call, self._score(job)))
+            else:
+                self._send(wire.Reply(job.call, self._embed_all(job)))
         except EdgeLLMError as error:
             self._send(wire.Failed(job.call, wire.error_info(error)))
+
+    def _score(self, job: ScoreJob) -> int:
+        if self.scheduler.has_work:
+            raise InvalidRequestError("scoring needs an engine without other requests")
+        self.scheduler.drop_retained()
+        self._apply(self.scheduler.take_ops())
+        return score(self.backend, job)
 
     def _embed_all(self, job: EmbedJob) -> EmbedResult:
         info, limits = self.backend.info, self.backend.limits

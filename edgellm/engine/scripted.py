@@ -278,6 +278,13 @@ class ScriptedBackend:
         top = tuple(TopLogprob(t, _PIECES[t], -0.1 - 0.7 * i) for i, t in enumerate(ranked[:k]))
         return TokenLogprob(token, _PIECES[token], -0.1 - 0.7 * rank, top)
 
+    def logits(self, row: int) -> bytes:
+        state = self._rows[row]
+        values = array("f", [-10.0]) * len(_PIECES)
+        for rank in range(N_CANDIDATES):
+            values[self._candidate(state, rank)] = -0.7 * rank
+        return values.tobytes()
+
     # -- the cache ---------------------------------------------------------------------------
 
     def seq_rm(self, seq_id: int, start: int) -> bool:

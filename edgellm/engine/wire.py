@@ -44,6 +44,15 @@ class Embed(msgspec.Struct, tag="embed"):
     request: EmbedRequest
 
 
+class Score(msgspec.Struct, tag="score"):
+    """Write the logits of positions ``first`` on to the file ``out``; answered by their number."""
+
+    call: int
+    ids: list[int]
+    first: int
+    out: str
+
+
 class Tokenize(msgspec.Struct, tag="tokenize"):
     call: int
     text: str
@@ -73,7 +82,7 @@ class Close(msgspec.Struct, tag="close"):
 
 
 ToChild: TypeAlias = (
-    Load | DryRun | Generate | Embed | Tokenize | Detokenize | Cancel | Stats | Ping | Close
+    Load | DryRun | Generate | Embed | Score | Tokenize | Detokenize | Cancel | Stats | Ping | Close
 )
 
 

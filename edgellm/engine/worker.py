@@ -21,6 +21,7 @@ from edgellm.engine.backend import Backend, LoadBackend
 from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.info import LoadProgress
 from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
+from edgellm.engine.score import ScoreJob
 from edgellm.errors import ConfigError, InvalidRequestError
 from edgellm.request import Request
 
@@ -137,6 +138,9 @@ class Reader:
         elif isinstance(message, wire.Embed):
             inputs = tuple(self._ids(text) for text in message.request.inputs)
             inbox.put(EmbedJob(message.call, message.request, inputs))
+        elif isinstance(message, wire.Score):
+            tokens = array("i", self._checked(message.ids))
+            inbox.put(ScoreJob(message.call, tokens, message.first, message.out))
         elif isinstance(message, (wire.Stats, wire.Ping, wire.Close)):
             inbox.put(message)
 
