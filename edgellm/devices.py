@@ -78,6 +78,52 @@ def vendors() -> tuple[str, ...]:
     return tuple(name for number, name in known.items() if _has_pci_vendor(_SYS, number))
 
 
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
+    """What one NVIDIA card does now; None where the driver does not say."""
+
+    uuid: str
+    percent: float | None = None
+    celsius: float | None = None
+    watts: float | None = None
+
+
+def activity() -> tuple[Activity, ...]:
+    """Every NVIDIA card's load, temperature and power, in NVML's order. Never raises."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(_activity(pynvml, handle) for handle in handles)
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _activity(pynvml: Any, handle: Any) -> Activity:
+    def ask(call: Any, *arguments: Any) -> Any:
+        try:
+            return call(handle, *arguments)
+        except pynvml.NVMLError:
+            return None
+
+    load = ask(pynvml.nvmlDeviceGetUtilizationRates)
+    heat = ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+    power = ask(pynvml.nvmlDeviceGetPowerUsage)
+    return Activity(
+        uuid=_text(ask(pynvml.nvmlDeviceGetUUID) or ""),
+        percent=None if load is None else float(load.gpu),
+        celsius=None if heat is None else float(heat),
+        watts=None if power is None else power / 1000,
+    )
+
+
 def cuda_driver_version() -> tuple[int, int] | None:
     """The newest CUDA that the NVIDIA driver runs, or None without one."""
     try:

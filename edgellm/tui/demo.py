@@ -30,6 +30,7 @@ from edgellm.planner.plan import (
     Speed,
 )
 from edgellm.request import SamplingParams, Usage
+from edgellm.tui.offers import rough_verdict
 from edgellm.tui.ports import (
     Delta,
     Endpoint,
@@ -89,7 +90,7 @@ RUNS: Final[list[Json]] = [
     {
         "created": NOON - 86400 * i, "model": name, "scenario": scenario,
         "summary": {
-            "decode_tps": tps, "prefill_tps": tps * 17, "output_tps": tps * streams,
+            "decode_tps_p50": tps, "prefill_tps_p50": tps * 17, "output_tps": tps * streams,
             "ttft_p50_s": ttft, "ttft_p99_s": ttft * 1.6, "tpot_p50_s": 1 / tps,
             "tpot_p99_s": 1.3 / tps,
         },
@@ -160,6 +161,7 @@ class DemoServices:
     def catalog(self) -> list[ModelRow]:
         return [
             ModelRow(
+                verdict=rough_verdict(size * MiB, self.devices()),
                 ref=f"hf:edge/{name}-GGUF:{quant}", name=name, source="catalog", owner="edge",
                 n_bytes=size * MiB, quant=quant, about=about, licence="Apache-2.0",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from edgellm.devices import Devices
+from edgellm.devices import Devices, activity
 from edgellm.tui.ports import Gauge
 
 
@@ -12,7 +12,12 @@ def read_gauge(devices: Devices) -> Gauge:
     """The CPU's share is over the time since the last reading."""
     memory = psutil.virtual_memory()
     gpu = devices.gpus[0] if devices.gpus else None
+    active = {each.uuid: each for each in activity()} if gpu is not None else {}
+    now = active.get(gpu.uuid or "") if gpu is not None else None
     return Gauge(
+        gpu_percent=None if now is None else now.percent,
+        gpu_celsius=None if now is None else now.celsius,
+        gpu_watts=None if now is None else now.watts,
         cpu_percent=psutil.cpu_percent(interval=None),
         ram_used=memory.total - memory.available,
         ram_total=memory.total,

@@ -35,6 +35,8 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     n_bytes: int = 0
     quant: str = ""
     about: str = ""
+    verdict: str = ""
+    """A verdict from its size alone, where no header was read; a plan is the truth."""
     licence: str = ""
 
     @property

@@ -96,7 +96,7 @@ class RemoteEndpoint:
         return msgspec.convert(found, EngineStats, strict=False)
 
     async def cancel(self, request_id: str) -> None:
-        await self._http.post("/v1/edgellm/cancel", {"id": request_id})
+        await self._http.post("/v1/edgellm/cancel", {"request_id": request_id})
 
     async def close(self) -> None:
         """Nothing is held open, and the server goes on."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
+from edgellm.errors import StoreError
 from edgellm.tui.ports import Json
 
 
@@ -16,8 +19,8 @@ class Run(msgspec.Struct, frozen=True):
     """One archived run: what was measured, by a metric's name."""
 
     LABELS: ClassVar[dict[str, str]] = {
-        "decode_tps": "decode tok/s",
-        "prefill_tps": "prefill tok/s",
+        "decode_tps_p50": "decode tok/s",
+        "prefill_tps_p50": "prefill tok/s",
         "output_tps": "total tok/s",
         "ttft_p50_s": "TTFT p50",
         "ttft_p99_s": "TTFT p99",
@@ -82,16 +85,41 @@ def _when(value: Any) -> str:
     return str(value or "").replace("T", " ")[:16]
 
 
-def read_runs(folder: Path) -> list[Json]:
-    """Every ``*.json`` archive that reads, newest first; a broken one is left out."""
-    if not folder.is_dir():
+def read_runs(path: Path) -> list[Json]:
+    """The archive's benchmark runs, a row a level, newest first. Read-only; no file, no runs."""
+    if not path.is_file():
         return []
-    runs = []
-    for path in sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(data, dict):
-            runs.append(data)
-    return runs
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=2.0)) as db:
+            rows = db.execute(
+                "SELECT started, model, scenario, document FROM runs WHERE kind = 'bench'"
+                " ORDER BY id DESC LIMIT 100"
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}", hint="edgellm bench ls") from error
+    return [level for row in rows for level in _levels(*row)]
+
+
+def _levels(started: str, model: str, scenario: str, document: bytes) -> list[Json]:
+    """Each concurrency (or rate) of a run, with the medians of its figures."""
+    try:
+        levels = json.loads(document)["levels"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [
+        {
+            "created": started, "model": model, "scenario": f"{scenario} {_load(level)}".strip(),
+            "figures": {
+                name: stat.get("median")
+                for name, stat in level.get("stats", {}).items()
+                if isinstance(stat, dict)
+            },
+        }
+        for level in levels
+    ]  # fmt: skip
+
+
+def _load(level: Json) -> str:
+    if level.get("rate"):
+        return f"{level['rate']:g}/s"
+    return f"x{level['concurrency']}" if level.get("concurrency") else ""

@@ -30,6 +30,7 @@ SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty",
     "frequency_penalty", "seed", "max_tokens",
 )  # fmt: skip
+HUB_LIMIT = 30
 DEVICES_FOR_S = 2.0
 """Free memory is asked again after this long: replanning while somebody steps stays quick."""
 
@@ -92,10 +93,18 @@ class LocalServices:
         ]  # fmt: skip
 
     def catalog(self) -> list[ModelRow]:
-        return []
+        from edgellm.store.catalog import entries
+        from edgellm.tui.offers import entry_row
 
-    def search(self, query: str) -> list[ModelRow]:  # noqa: ARG002
-        return []
+        devices = self._recent_devices()
+        return [entry_row(entry, devices) for entry in entries()]
+
+    def search(self, query: str) -> list[ModelRow]:
+        from edgellm.store import hub
+        from edgellm.tui.offers import hit_row
+
+        hits = hub.search(query, limit=HUB_LIMIT, settings=self.settings.store)
+        return [hit_row(hit.repo, hit.downloads, hit.license) for hit in hits]
 
     def details(self, row: ModelRow) -> list[tuple[str, str]]:
         from edgellm.gguf.reader import read_gguf
@@ -107,11 +116,14 @@ class LocalServices:
 
     def plan(self, ref: str, request: PlanRequest) -> Plan:
         from edgellm.planner.fit import make_plan
-        from edgellm.runtime import local_shape
 
         shape = self._shapes.get(ref)
         if shape is None:
-            shape = self._shapes[ref] = local_shape(ref, self.settings)
+            from edgellm.gguf.shape import model_shape
+            from edgellm.library import find_header
+
+            header = find_header(ref, self.settings, self._recent_devices())
+            shape = self._shapes[ref] = model_shape(header)
         return make_plan(shape, self._recent_devices(), self._over_settings(request))
 
     def _over_settings(self, request: PlanRequest) -> PlanRequest:
@@ -129,20 +141,17 @@ class LocalServices:
         }
         return msgspec.structs.replace(base, **given)
 
-    def save_profile(self, name: str, plan: Plan, request: PlanRequest) -> str:  # noqa: ARG002
-        from edgellm.errors import ConfigError
+    def save_profile(self, name: str, plan: Plan, request: PlanRequest) -> str:
+        from edgellm.tui.profiles import save_profile
 
-        raise ConfigError("profiles cannot be written yet", hint="edgellm profile --help")
+        return save_profile(name, plan, request)
 
     def pull(
-        self,
-        ref: str,
-        on_progress: Callable[[Progress], None],  # noqa: ARG002
-        stopped: Callable[[], bool],  # noqa: ARG002
+        self, ref: str, on_progress: Callable[[Progress], None], stopped: Callable[[], bool]
     ) -> str:
-        from edgellm.errors import ModelNotFoundError
+        from edgellm.tui.pulling import pull_model
 
-        raise ModelNotFoundError(f"{ref} cannot be downloaded yet", hint=f"edgellm pull {ref}")
+        return pull_model(ref, self.settings, self._recent_devices(), on_progress, stopped)
 
     # -- models that answer ----------------------------------------------------------------------
 
@@ -176,7 +185,7 @@ class LocalServices:
     def bench_runs(self) -> list[Json]:
         from edgellm.tui.runs import read_runs
 
-        return read_runs(paths.state_dir() / "bench")
+        return read_runs(paths.state_dir() / "bench.sqlite3")
 
 
 def make_services(overrides: dict[str, Any] | None = None) -> LocalServices:

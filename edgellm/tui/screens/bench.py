@@ -100,7 +100,7 @@ class BenchScreen(EdgeScreen):
             table.add_row(
                 Text(mark, style=ink["accent"]), Text(run.when, style=ink["muted"]),
                 Text(run.model), Text(run.scenario, style=ink["muted"]),
-                Text(run.shown("decode_tps"), justify="right", style=ink["primary"]),
+                Text(run.shown("decode_tps_p50"), justify="right", style=ink["primary"]),
                 Text(run.shown("ttft_p50_s"), justify="right"),
             )  # fmt: skip
         if self.runs:
@@ -134,12 +134,12 @@ class BenchScreen(EdgeScreen):
         await box.remove_children()
         plot = PlotextPlot()
         await box.mount(plot)
-        shown = [run for run in reversed(self.runs[:16]) if run.values.get("decode_tps")]
+        shown = [run for run in reversed(self.runs[:16]) if run.values.get("decode_tps_p50")]
         plt: Any = plot.plt
         plt.title("decode tok/s, oldest first")
         color = tuple(Color.parse(self.app.theme_variables["primary"]).rgb)
         labels = [f"{run.when[5:10]} {run.model[:10]}" for run in shown]
-        plt.bar(labels, [run.values["decode_tps"] for run in shown], color=color, width=0.5)
+        plt.bar(labels, [run.values["decode_tps_p50"] for run in shown], color=color, width=0.5)
         plot.refresh()
 
 
@@ -169,7 +169,7 @@ def _change(run: Run, other: Run, name: str, ink: dict[str, str]) -> Text:
     if not old or new is None:
         return Text("–")
     change = new / old - 1
-    better = (change > 0) == name.endswith("tps")
+    better = (change > 0) == ("tps" in name)
     color = "muted" if abs(change) < 0.005 else "success" if better else "error"
     word = "" if abs(change) < 0.005 else " better" if better else " worse"
     return Text(f"{change:+.1%}{word}", style=ink[color])

@@ -156,8 +156,9 @@ class ModelsScreen(EdgeScreen):
     def _judged(self, event: Judged) -> None:
         self._verdicts[event.ref] = event.outcome
         table: DataTable[Text] = self.query_one("#table", DataTable)
-        if event.ref in {key.value for key in table.rows}:
-            verdict, speed = self._verdict(event.ref)
+        row = next((row for row in self._visible() if row.ref == event.ref), None)
+        if row is not None and event.ref in {key.value for key in table.rows}:
+            verdict, speed = self._verdict(row)
             table.update_cell(event.ref, "Here", verdict)
             table.update_cell(event.ref, "tok/s", speed)
         if self.current is not None and self.current.ref == event.ref:
@@ -198,7 +199,7 @@ class ModelsScreen(EdgeScreen):
 
     def _cells(self, row: ModelRow) -> list[Text]:
         ink = self.app.theme_variables
-        verdict, speed = self._verdict(row.ref)
+        verdict, speed = self._verdict(row)
         color = ink["primary" if row.is_here else "faint"]
         return [
             Text(SOURCES[row.source], style=color),
@@ -211,11 +212,11 @@ class ModelsScreen(EdgeScreen):
             speed,
         ]
 
-    def _verdict(self, ref: str) -> tuple[Text, Text]:
+    def _verdict(self, row: ModelRow) -> tuple[Text, Text]:
         ink = self.app.theme_variables
-        outcome = self._verdicts.get(ref)
+        outcome = self._verdicts.get(row.ref)
         if outcome is None:
-            return Text("·", style=ink["faint"]), Text("")
+            return rough_text(row.verdict, ink), Text("")
         if isinstance(outcome, EdgeLLMError):
             word = "✗ too big" if isinstance(outcome, DoesNotFitError) else "✗ unread"
             return Text(word, style=ink["error"]), Text("")
@@ -379,6 +380,12 @@ def verdict_text(plan: Plan, ink: dict[str, str]) -> Text:
         "cpu": ("○", "CPU", "secondary"),
     }.get(plan.verdict, ("✗", "too big", "error"))
     return Text(f"{sign} {word}", style=ink[color])
+
+
+def rough_text(verdict: str, ink: dict[str, str]) -> Text:
+    """A verdict from the size alone: the same signs, and ``~`` for "about"."""
+    word = {"gpu": "● ~GPU", "partial": "◐ ~part", "cpu": "○ ~CPU", "does_not_fit": "✗ ~too big"}
+    return Text(word.get(verdict, "·"), style=ink["faint"])
 
 
 def _haystack(row: ModelRow) -> str:

@@ -21,7 +21,7 @@ from edgellm.errors import EdgeLLMError
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.tui.ports import ModelRow
 from edgellm.tui.screens.base import EdgeScreen
-from edgellm.tui.screens.models import verdict_text
+from edgellm.tui.screens.models import rough_text, verdict_text
 from edgellm.units import format_bytes
 
 LOGO = """\
@@ -100,20 +100,16 @@ class WelcomeScreen(EdgeScreen):
         plans = [Suggestion(row, self._plan(row)) for row in rows]
         self.post_message(Suggested(devices, plans))
         try:
-            fitting = self._fitting(services.catalog())
+            rows = services.catalog()
         except EdgeLLMError:
             return  # without a catalog the starter alone is suggested
-        self.post_message(Suggested(devices, plans + _spread(fitting)))
+        self.post_message(Suggested(devices, plans + spread(rows)))
 
     def _plan(self, row: ModelRow) -> Plan | None:
         try:
             return self.edge.services.plan(row.ref, PlanRequest())
         except EdgeLLMError:
             return None  # shown without a verdict; choosing it says what is wrong
-
-    def _fitting(self, rows: list[ModelRow]) -> list[Suggestion]:
-        found = [Suggestion(row, self._plan(row)) for row in rows]
-        return [each for each in found if each.plan is not None]
 
     @on(Suggested)
     def _suggested(self, event: Suggested) -> None:
@@ -136,10 +132,10 @@ class WelcomeScreen(EdgeScreen):
         table.add_column(width=10, justify="right", no_wrap=True)
         table.add_column(width=9, no_wrap=True)
         table.add_column(width=10, justify="right", no_wrap=True)
-        verdict = verdict_text(each.plan, ink) if each.plan else Text("")
+        verdict = verdict_text(each.plan, ink) if each.plan else rough_text(row.verdict, ink)
         speed = f"{each.plan.speed.decode_tps:.0f} tok/s" if each.plan else ""
         table.add_row(
-            Text(row.name, style=f"bold {ink['foreground']}"), format_bytes(row.n_bytes), verdict,
+            Text(row.name, style=f"bold {ink['foreground']}"), _size(row), verdict,
             Text(speed, style=ink["primary"]),
         )  # fmt: skip
         about = "ready at once, no network" if row.is_here else f"download · {row.about}"
@@ -162,15 +158,24 @@ class WelcomeScreen(EdgeScreen):
             self.edge.action_go("models")
 
 
-def _spread(found: list[Suggestion]) -> list[Suggestion]:
-    """Three that run well, small to large: the smallest, the middle one, the largest."""
-    order = {"gpu": 0, "partial": 1, "cpu": 2}
-    best = min((order.get(each.plan.verdict, 3) for each in found if each.plan), default=3)
-    good = [e for e in found if e.plan and order.get(e.plan.verdict, 3) <= max(best, 1)]
-    good.sort(key=lambda each: each.row.n_bytes)
-    if len(good) <= 3:
-        return good
-    return [good[0], good[len(good) // 2], good[-1]]
+def spread(rows: list[ModelRow]) -> list[Suggestion]:
+    """Three that chat and run well here, small to large: the best verdict that there is."""
+    order = ("gpu", "partial", "cpu")
+    chats = [row for row in rows if "embedding" not in row.about and "rerank" not in row.about]
+    best = min((order.index(row.verdict) for row in chats if row.verdict in order), default=None)
+    if best is None:
+        return []
+    good = [row for row in chats if row.verdict == order[best]]
+    good.sort(key=lambda row: row.n_bytes)
+    # On a CPU the largest that fits answers slowly: half-way up is the largest worth starting with.
+    if order[best] == "cpu":
+        good = good[: max(len(good) // 2, 1)]
+    places = sorted({len(good) // 4, len(good) // 2, len(good) - 1})
+    return [Suggestion(good[place]) for place in places]
+
+
+def _size(row: ModelRow) -> str:
+    return format_bytes(row.n_bytes) if row.is_here else f"~{format_bytes(row.n_bytes, digits=1)}"
 
 
 def _hello(ink: dict[str, str], devices: Devices | None) -> Text:
