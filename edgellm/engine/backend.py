@@ -66,6 +66,7 @@ class Backend(Protocol):
     info: EngineInfo
     limits: Limits
     report: LoadReport
+    has_draft: bool
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text. Any thread."""
@@ -102,6 +103,9 @@ class Backend(Protocol):
 
     def logits(self, row: int) -> bytes:
         """A row's logits, one float32 (little endian) a token of the vocabulary."""
+
+    def draft(self, asked: Sequence[tuple[int, array[int]]], k: int) -> list[list[int]]:
+        """A draft model's k next tokens for each (seq_id, all its tokens); empty without one."""
 
     def seq_rm(self, seq_id: int, start: int) -> bool:
         """Forget positions from ``start`` on; False when the cache cannot forget a part."""

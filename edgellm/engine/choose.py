@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.engine.backend import Allowed, Backend
 from edgellm.engine.sequence import Sequence
 
 
-def allowed_now(constraint: Any) -> Allowed:
-    """What a constraint lets through: None everything, False all but end tokens, ids, or a mask."""
+class Narrowed(NamedTuple):
+    """What a constraint lets through next, and the tokens that must come."""
+
+    allowed: Allowed
+    forced: list[int]
+
+
+def narrow(constraint: Any) -> Narrowed:
+    """Ask a constraint. It belongs to one thread at a time: to this call until it returns."""
     if not constraint.needs_mask:
-        return None if constraint.can_stop else False
+        return Narrowed(None if constraint.can_stop else False, [])
     ids = constraint.allowed()
-    return tuple(ids) if ids is not None else constraint.mask()
+    if ids is None:
+        return Narrowed(constraint.mask(), [])
+    return Narrowed(tuple(ids), constraint.forced_tokens() if len(ids) == 1 else [])
 
 
 class Chooser:
@@ -24,13 +33,18 @@ class Chooser:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pool: ThreadPoolExecutor | None = None
-        self._masks: dict[int, Future[Allowed]] = {}
+        self._masks: dict[int, Future[Narrowed]] = {}
 
     def prepare(self, seq: Sequence) -> None:
         """Begin to compute what the sequence's constraint allows next."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "engine-mask")
-        self._masks[id(seq)] = self._pool.submit(allowed_now, seq.constraint)
+        self._masks[id(seq)] = self._pool.submit(narrow, seq.constraint)
+
+    def forced(self, seq: Sequence) -> list[int]:
+        """Tokens that must come next, when that is known by now."""
+        mask = self._masks.get(id(seq))
+        return mask.result().forced if mask is not None and mask.done() else []
 
     def forget(self, seq: Sequence) -> None:
         """The sequence ended."""
@@ -55,7 +69,7 @@ class Chooser:
         if seq.constraint is None:
             return self._backend.sample([row], [seq.sampler])[0]
         mask = self._masks.pop(id(seq), None)
-        allowed = mask.result() if mask is not None else allowed_now(seq.constraint)
+        allowed = (mask.result() if mask is not None else narrow(seq.constraint)).allowed
         if allowed is None:
             return self._backend.sample([row], [seq.sampler])[0]
         return self._backend.sample_allowed(row, seq.sampler, allowed)

@@ -24,9 +24,10 @@ import numpy as np
 from edgellm.engine.backend import OK, Allowed, Limits, OnProgress, Span
 from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
+from edgellm.engine.prefix import common_prefix
 from edgellm.engine.quantize import QuantizeJob
 from edgellm.engine.sampling import has_penalties, needs_all_logits
-from edgellm.errors import DoesNotFitError, EngineError, GGUFError
+from edgellm.errors import ConfigError, DoesNotFitError, EngineError, GGUFError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanParams
 from edgellm.request import Pooling, SamplingParams, TokenLogprob, TopLogprob
 from edgellm.units import MiB
@@ -282,6 +283,8 @@ class LlamaBackend:
         self._n_threads = n_threads
         self._pool = ThreadPoolExecutor(n_threads, "engine-sample") if n_threads > 1 else None
         self.info = self._describe()
+        self._drafter = self._load_draft()
+        self.has_draft = self._drafter is not None
         warmup_s = self._warm_up() if options.warmup else 0.0
         self._log.is_kept = False
         self.report = msgspec.structs.replace(read_report(self._log.lines), warmup_s=warmup_s)
@@ -329,7 +332,8 @@ class LlamaBackend:
         top_k = self._attached_top_k()
         slots: tuple[int, ...] = tuple(range(n))
         plain: tuple[int, ...] = ()
-        if top_k and p.kv_unified and not lib.llama_model_is_recurrent(self._model):
+        if top_k and sharing == "cells":
+            # A sequence more costs nothing in a unified cache.
             plain = tuple(range(n, min(n + self._options.n_plain, MAX_SEQ)))
         elif top_k and n > 1:
             n_plain = min(self._options.n_plain, n // 2)
@@ -365,7 +369,10 @@ class LlamaBackend:
 
     def _make_context(self) -> Any:
         spec = self._options.spec != "off"
-        params = _context_params(self._plan.params, self._options.spec_max + 1 if spec else 1)
+        p = self._plan.params
+        n_seq = max([*self.limits.slot_ids, *self.limits.plain_ids, p.n_seq_max - 1]) + 1
+        p = msgspec.structs.replace(p, n_seq_max=n_seq)
+        params = _context_params(p, self._options.spec_max + 1 if spec else 1)
         if self.limits.attached_top_k:
             chains = [
                 self._chain([lib.llama_sampler_init_top_k(self.limits.attached_top_k)])
@@ -374,7 +381,7 @@ class LlamaBackend:
             table = (lib.llama_sampler_seq_config * len(chains))()
             for i, (slot, chain) in enumerate(zip(self.limits.slot_ids, chains, strict=True)):
                 table[i].seq_id = slot
-                table[i].sampler = chain
+                table[i].sampler = ctypes.cast(chain, ctypes.c_void_p)
             self._keep += [table, chains]
             params.samplers = table
             params.n_samplers = len(chains)
@@ -597,7 +604,7 @@ class LlamaBackend:
         if params.min_p > 0.0:
             parts.append(lib.llama_sampler_init_min_p(params.min_p, 1))
         parts.append(lib.llama_sampler_init_temp(params.temperature))
-        parts.append(lib.llama_sampler_init_dist(seed & 0xFFFFFFFE))  # ...FF means random
+        parts.append(lib.llama_sampler_init_dist(seed % 0xFFFFFFFF))  # that one means random
         return parts
 
     def _bias(self, bias: dict[int, float]) -> Any:
@@ -704,6 +711,34 @@ class LlamaBackend:
             )
         return TokenLogprob(token, self.piece(token), float(logits[token]) - total, best)
 
+    def _load_draft(self) -> _Drafter | None:
+        p = self._plan.params
+        if p.draft_model is None:
+            return None
+        facts = msgspec.structs.replace(self._plan.model, path=p.draft_model)
+        small = msgspec.structs.replace(
+            p, n_gpu_layers=p.draft_n_gpu_layers, n_outputs_max=p.n_seq_max, draft_model=None
+        )
+        plan = msgspec.structs.replace(self._plan, model=facts, params=small)
+        model = lib.llama_model_load_from_file(
+            p.draft_model.encode(), _model_params(plan, self._keep)
+        )
+        if not model:
+            raise _load_error(plan, self._log.lines, "the model")
+        n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        if n_vocab != self.n_vocab:
+            raise ConfigError(
+                f"the draft model has {n_vocab} tokens, the model {self.n_vocab}",
+                hint="choose a draft model of the same family",
+            )
+        ctx = lib.llama_init_from_model(model, _context_params(small, 1))
+        if not ctx:
+            raise _load_error(plan, self._log.lines, "the context")
+        return _Drafter(model, ctx, self.n_vocab, self.limits.n_batch)
+
+    def draft(self, asked: Sequence[tuple[int, array[int]]], k: int) -> list[list[int]]:
+        return self._drafter.propose(asked, k) if self._drafter is not None else []
+
     # -- the cache ---------------------------------------------------------------------------
 
     def seq_rm(self, seq_id: int, start: int) -> bool:
@@ -776,6 +811,57 @@ class LlamaBackend:
             self._pool.shutdown()
         lib.llama_free(self._ctx)
         lib.llama_model_free(self._model)
+
+
+class _Drafter:
+    """A small model that guesses greedily, with a cache of its own under the same seq_ids."""
+
+    def __init__(self, model: Any, ctx: Any, n_vocab: int, n_batch: int) -> None:
+        self._model = model
+        self._ctx = ctx
+        self._memory = lib.llama_get_memory(ctx)
+        self._n_vocab = n_vocab
+        self._n_batch = min(n_batch, lib.llama_n_batch(ctx))
+        self._batch = _Batch(self._n_batch)
+        self._cached: dict[int, array[int]] = {}
+
+    def propose(self, asked: Sequence[tuple[int, array[int]]], k: int) -> list[list[int]]:
+        """k tokens for each sequence; all sequences advance in one batch a token."""
+        if not self._catch_up(asked):
+            lib.llama_memory_clear(self._memory, False)
+            self._cached.clear()
+            return [[] for _ in asked]
+        out: list[list[int]] = [[] for _ in asked]
+        spans = [Span(slot, len(tokens) - 1, array("i", [tokens[-1]]), 1) for slot, tokens in asked]
+        for _ in range(k):
+            self._batch.fill(spans)
+            if lib.llama_decode(self._ctx, self._batch.struct) != OK:
+                break
+            for i, span in enumerate(spans):
+                self._cached[span.seq_id].extend(span.tokens)
+                out[i].append(self._argmax(i))
+                spans[i] = Span(span.seq_id, span.start + 1, array("i", out[i][-1:]), 1)
+        return out
+
+    def _catch_up(self, asked: Sequence[tuple[int, array[int]]]) -> bool:
+        """Compute all but each sequence's newest token; False when there is no room."""
+        for slot, tokens in asked:
+            held = self._cached.setdefault(slot, array("i"))
+            same = common_prefix(held, tokens[:-1])
+            if same < len(held):
+                lib.llama_memory_seq_rm(self._memory, slot, same if same else -1, -1)
+                del held[same:]
+            while len(held) < len(tokens) - 1:
+                part = tokens[len(held) : min(len(tokens) - 1, len(held) + self._n_batch)]
+                self._batch.fill([Span(slot, len(held), part, 0)])
+                if lib.llama_decode(self._ctx, self._batch.struct) != OK:
+                    return False
+                held.extend(part)
+        return True
+
+    def _argmax(self, row: int) -> int:
+        pointer = lib.llama_get_logits_ith(self._ctx, row)
+        return int(np.ctypeslib.as_array(pointer, (self._n_vocab,)).argmax())
 
 
 def _scaled(vector: Any, normalize: bool) -> Any:

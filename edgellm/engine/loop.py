@@ -79,7 +79,7 @@ class Loop:
         self.output = Output(backend)
         self.meter = Meter()
         self.chooser = Chooser(backend)
-        self.spec = Speculation(options, can_rewind=backend.limits.sharing != "checkpoint")
+        self.spec = Speculation(backend, options)
         self._send = send
         self._random = random.Random(options.seed)
         self._began = time.monotonic()
@@ -272,7 +272,7 @@ class Loop:
         self.spec.propose(self.scheduler.running)
         for seq in self.scheduler.running:
             if seq.constraint is not None and seq.is_decoding and not seq.draft:
-                seq.draft = seq.constraint.forced_tokens() if self.spec.can_rewind else []
+                seq.draft = self.chooser.forced(seq) if self.spec.can_rewind else []
 
     def _apply(self, ops: list[sched.Op]) -> bool:
         """Carry out the scheduler's operations; False: a checkpoint was refused, plan again."""

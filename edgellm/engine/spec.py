@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
+from edgellm.engine.backend import Backend
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.sequence import Sequence
 
@@ -47,8 +48,11 @@ class NgramIndex:
 class Speculation:
     """Whether to guess now: measured against steps without guesses."""
 
-    def __init__(self, options: EngineOptions, *, can_rewind: bool) -> None:
+    def __init__(self, backend: Backend, options: EngineOptions) -> None:
+        can_rewind = backend.limits.sharing != "checkpoint"
         self.can_rewind = can_rewind
+        self._backend = backend
+        self._drafts = options.spec in ("draft", "auto") and backend.has_draft
         self.mode = options.spec if can_rewind else "off"
         self._max = options.spec_max
         self._min_gain = options.spec_min_gain
@@ -70,11 +74,17 @@ class Speculation:
         """Give decoding sequences their guesses for the next step."""
         if self.mode == "off" or self._pause or self._n_plain < PLAIN_STEPS:
             return
-        for seq in running:
-            if seq.is_decoding and not seq.draft:
-                if seq.spec is None:
-                    seq.spec = NgramIndex()
-                seq.draft = seq.spec.propose(seq.tokens, self._max)
+        ready = [s for s in running if s.is_decoding and not s.draft]
+        for seq in ready:
+            if seq.spec is None:
+                seq.spec = NgramIndex()
+            seq.draft = seq.spec.propose(seq.tokens, self._max)
+        if self._drafts:
+            # What stood in the text before costs nothing to guess: the model does the rest.
+            rest = [s for s in ready if not s.draft]
+            drafts = self._backend.draft([(s.slot, s.tokens) for s in rest], self._max)
+            for seq, draft in zip(rest, drafts, strict=True):
+                seq.draft = draft
 
     def observe(self, n_seqs: int, n_chosen: int, n_guesses: int, seconds: float) -> None:
         """A step without prefill chose ``n_chosen`` tokens for ``n_seqs`` sequences."""
