@@ -24,6 +24,7 @@ FENCE = re.compile(
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*?) -->\s*$")
 # Fences that hold no command: configuration, output, drawings.
 DATA = {"toml", "text", "json", "yaml", "ini"}
+SERVES = re.compile(r"(?:[A-Z_]+=\S+ )*edgellm serve\b")
 READY_S = 120
 
 
@@ -61,12 +62,18 @@ def _blocks(text: str) -> Iterator[Block]:
         )
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @dataclass
 class Session:
     """A reader at a terminal: a home, a port that ``8080`` stands for, a server at most."""
 
     folder: Path
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
     server: subprocess.Popen[bytes] | None = None
 
     def run(self, block: Block) -> None:
@@ -74,7 +81,7 @@ class Session:
             self._run_program([sys.executable, "-c", self._here(block.body)], block)
             return
         for command in block.commands():
-            if command.split("edgellm serve")[0].replace("EDGELLM_SERVE_API_KEY=", "") != command:
+            if SERVES.match(command):
                 self._serve(command)
             else:
                 self._run_program(["bash", "-euo", "pipefail", "-c", self._here(command)], block)
@@ -90,16 +97,18 @@ class Session:
     def _serve(self, command: str) -> None:
         """Start a server and wait until it says it is ready; the page's earlier one ends."""
         self.close()
-        self.server = subprocess.Popen(
-            ["bash", "-c", f"exec env {self._here(command)}"],
-            cwd=self.folder, env=self._environ(), stdin=subprocess.DEVNULL,
-            stdout=(self.folder / "server.log").open("wb"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        log_path = self.folder / "server.log"
+        with log_path.open("wb") as log:
+            self.server = subprocess.Popen(
+                ["bash", "-c", f"exec env {self._here(command)}"],
+                cwd=self.folder, env=self._environ(), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         deadline = time.monotonic() + READY_S
         while not self._is_ready():
-            log = (self.folder / "server.log").read_text(errors="replace")
-            assert self.server.poll() is None, f"{command}: the server ended\n{log}"
-            assert time.monotonic() < deadline, f"{command}: no answer\n{log}"
+            said = log_path.read_text(errors="replace")
+            assert self.server.poll() is None, f"{command}: the server ended\n{said}"
+            assert time.monotonic() < deadline, f"{command}: no answer\n{said}"
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
@@ -127,16 +136,11 @@ class Session:
             script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m edgellm "$@"\n')
             script.chmod(0o755)
         path = os.environ.get("PYTHONPATH", "")
+        places = (str(tools), str(Path(sys.executable).parent), os.environ["PATH"])
         return {
             **os.environ,
-            "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join(places),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
             "EDGELLM_SERVE_PORT": str(self.port),
             "NO_PROXY": "127.0.0.1",
         }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from edgellm.cli.app import COMMANDS, build_app
-
 from tests.docs.blocks import DATA, ROOT, Session, blocks, pages
 
 GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}
