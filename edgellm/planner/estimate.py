@@ -21,7 +21,7 @@ from edgellm.planner.memory import (
 from edgellm.planner.overhead import default_overhead
 from edgellm.planner.placement import (
     HOST,
-    device_bytes,
+    aligned,
     device_tensors,
     layer_devices,
     mapped_bytes,
@@ -81,7 +81,7 @@ def estimate(
             _device_ledger(
                 gpu,
                 margin=each[i].margin,
-                weights=device_bytes(held.get(i, ())),
+                weights=aligned(held.get(i, ())),
                 kv_cache=kv.get(i, 0),
                 recurrent_state=state.get(i, 0),
                 compute=compute.devices[i],

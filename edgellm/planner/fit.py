@@ -1,235 +1,571 @@
-"""The search for the fastest plan that fits. Pure: the same input gives the same plan."""
+"""The search for the fastest plan that fits. Pure: the same input gives the same plan.
+
+Every combination of KV type and ubatch is placed as well as it can be (experts to the host before
+whole layers, layers over the cards) with compute buffers guessed from those already worked out;
+the best is then worked out exactly and, when the guess was wrong, searched again with what was
+learned. What is returned has been worked out exactly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
+
+import msgspec
 
 from edgellm.devices import Devices, Gpu
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner.estimate import Ledger, Terms, estimate, replace
-from edgellm.planner.plan import ModelFacts, Plan, PlanParams, PlanRequest, Reason, Speed
-from edgellm.planner.speed import card, host_card, predict
-from edgellm.units import MiB, format_bytes
+from edgellm.planner.estimate import Ledger, Terms, estimate, replace, settle, settled_cache
+from edgellm.planner.memory import kv_bytes, state_bytes
+from edgellm.planner.overhead import default_margin, default_overhead
+from edgellm.planner.params import (
+    DEFAULT_CTX,
+    UBATCHES,
+    base_params,
+    fixed_params,
+    kv_kinds,
+)
+from edgellm.planner.placement import HOST, aligned, mapped_bytes
+from edgellm.planner.plan import DeviceLedger, Plan, PlanParams, PlanRequest, Speed
+from edgellm.planner.reasons import does_not_fit, finish, left_out
+from edgellm.planner.speed import (
+    Card,
+    card,
+    host_card,
+    layer_reads,
+    predict,
+)
 
-DEFAULT_CTX: Final = 8192
-UBATCHES: Final = (512, 256, 128, 64)
-MARGIN_SHARE: Final = 0.03
-MARGIN_LEAST: Final = 160 * MiB
-
-
-def default_margin(gpu: Gpu) -> int:
-    """What is kept free on a card nobody measured: 3 % or 160 MiB, whichever is larger."""
-    return max(int(gpu.total * MARGIN_SHARE), MARGIN_LEAST)
+SAME: Final = 0.02
+"""Speeds within 2 % are the same: then the earlier, cheaper lever decides."""
+TRIES: Final = 24
+"""Exact evaluations at most; a search takes one to four."""
 
 
 def make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     """The plan for ``request``; raises DoesNotFitError when nothing fits and force is off."""
     if request.fixed:
-        return _finish(shape, devices, _estimate(shape, devices, request, fixed_params(request)))
-    best: tuple[float, Ledger, Speed] | None = None
-    tightest: Ledger | None = None
-    for params in _candidates(shape, devices, request):
-        ledger = _estimate(shape, devices, request, params)
-        if not ledger.fits:
-            tightest = _closer(tightest, ledger)
-            continue
-        speed = _speed(shape, devices, ledger)
-        if best is None or speed.decode_tps > best[0] * 1.02:
-            best = (speed.decode_tps, ledger, speed)
-    if best is not None:
-        return _finish(shape, devices, best[1])
-    assert_tight = tightest or _estimate(shape, devices, request, fixed_params(request))
-    if request.force:
-        return _finish(shape, devices, assert_tight)
-    raise _does_not_fit(shape, assert_tight)
+        return _fixed(shape, devices, request)
+    choice = best(shape, devices, request)
+    if choice is None:
+        choice = _smaller_context(shape, devices, request)
+    if choice is None:
+        return _nothing_fits(shape, devices, request)
+    if request.objective == "context" and request.n_ctx is None:
+        choice = _grow_context(shape, devices, request, choice)
+    return finish(shape, devices, request, choice.ledger, choice.speed, notes=choice.notes)
 
 
-def fixed_params(request: PlanRequest) -> PlanParams:
-    """``request`` as given, llama.cpp's defaults where it says nothing."""
-    return PlanParams(
-        n_gpu_layers=-1 if request.n_gpu_layers is None else request.n_gpu_layers,
-        n_ctx=request.n_ctx or 512,
-        n_ctx_seq=0,
-        n_batch=request.n_batch or 2048,
-        n_ubatch=request.n_ubatch or 512,
-        n_seq_max=request.n_seq_max or 1,
-        n_outputs_max=request.n_outputs_max or 0,
-        type_k=request.type_k or "f16",
-        type_v=request.type_v or "f16",
-        flash_attn=request.flash_attn or "auto",
-        offload_kqv=request.offload_kqv is not False,
-        kv_unified=bool(request.kv_unified),
-        swa_full=bool(request.swa_full),
-        n_cpu_moe=request.n_cpu_moe or 0,
-        tensor_split=request.tensor_split or (),
-        main_gpu=request.main_gpu or 0,
-        split_mode=request.split_mode or "layer",
-        n_threads=request.n_threads or 4,
-        n_threads_batch=request.n_threads_batch or 4,
-        use_mmap=request.use_mmap is not False,
-        use_mlock=bool(request.use_mlock),
-        embeddings=bool(request.embeddings),
-        pooling=request.pooling or "none",
-        draft_model=request.draft_model,
-        mmproj=request.mmproj,
-    )
+@dataclass(frozen=True)
+class Choice:
+    """A placement worked out exactly."""
+
+    ledger: Ledger
+    speed: Speed
+    notes: tuple[str, ...] = ()
 
 
-def _base_params(shape: ModelShape, devices: Devices, request: PlanRequest) -> PlanParams:
-    """``request`` with edgellm's own defaults."""
-    n_seq = request.n_seq_max or 1
-    n_ctx = request.n_ctx or min(DEFAULT_CTX, shape.n_ctx_train or DEFAULT_CTX)
-    threads = max(devices.host.n_physical, 1)
-    return replace(
-        fixed_params(request),
-        n_ctx=n_ctx,
-        n_outputs_max=request.n_outputs_max or n_seq,
-        kv_unified=request.kv_unified is not False,
-        n_threads=request.n_threads or threads,
-        n_threads_batch=request.n_threads_batch or threads,
-        embeddings=shape.is_encoder if request.embeddings is None else request.embeddings,
-    )
+def _fixed(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
+    params = fixed_params(request)
+    ledger = estimate(shape, params, devices.gpus, devices.host, terms_of(devices.gpus, request))
+    speed = _speed(shape, devices, ledger)
+    return finish(shape, devices, request, ledger, speed)
 
 
-def _candidates(shape: ModelShape, devices: Devices, request: PlanRequest) -> Iterator[PlanParams]:
-    base = _base_params(shape, devices, request)
-    kinds = [(base.type_k, base.type_v)]
-    if request.type_k is None and request.type_v is None:
-        kinds.append(("q8_0", "q8_0"))
-    ubatches = (request.n_ubatch,) if request.n_ubatch else UBATCHES
-    for type_k, type_v in kinds:
-        for n_ubatch in ubatches:
-            params = replace(
-                base,
-                type_k=type_k,
-                type_v=type_v,
-                n_ubatch=n_ubatch,
-                n_batch=request.n_batch or max(n_ubatch, 512),
-            )
-            yield from _layers(shape, devices, request, params)
-
-
-def _layers(
-    shape: ModelShape, devices: Devices, request: PlanRequest, params: PlanParams
-) -> Iterator[PlanParams]:
-    """The most layers that fit, experts kept on the host first, then fewer layers."""
-    if not devices.gpus:
-        yield replace(params, n_gpu_layers=0)
-        return
-    if request.n_gpu_layers is not None:
-        yield params
-        return
-    everything = shape.n_offloadable
-    tries = [replace(params, n_gpu_layers=everything)]
-    if shape.has_experts and request.n_cpu_moe is None:
-        tries = [
-            replace(params, n_gpu_layers=everything, n_cpu_moe=n) for n in range(shape.n_layer + 1)
-        ]
-    yield from _first_fit(shape, devices, request, tries)
-    fewer = [replace(params, n_gpu_layers=n) for n in range(everything - 1, -1, -1)]
-    yield from _first_fit(shape, devices, request, fewer)
-
-
-def _first_fit(
-    shape: ModelShape, devices: Devices, request: PlanRequest, tries: Sequence[PlanParams]
-) -> Iterator[PlanParams]:
-    """The first of ``tries``, each smaller than the one before, that fits; else the last."""
-    low, high = 0, len(tries) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _estimate(shape, devices, request, tries[middle]).fits:
-            high = middle
-        else:
-            low = middle + 1
-    yield tries[low]
-
-
-def _estimate(
-    shape: ModelShape, devices: Devices, request: PlanRequest, params: PlanParams
-) -> Ledger:
-    terms = [
+def terms_of(gpus: Sequence[Gpu], request: PlanRequest) -> list[Terms]:
+    """Margin and overhead of each card: as asked, else the defaults."""
+    return [
         Terms(
-            margin=default_margin(g) if request.margin is None else request.margin,
+            margin=default_margin(gpu) if request.margin is None else request.margin,
             overhead=request.overhead,
         )
-        for g in devices.gpus
+        for gpu in gpus
     ]
-    return estimate(shape, params, devices.gpus, devices.host, terms)
 
 
 def _speed(shape: ModelShape, devices: Devices, ledger: Ledger) -> Speed:
-    cards = [card(g) for g in devices.gpus]
+    by_id = {gpu.id: gpu for gpu in devices.gpus}
+    used = [by_id[d.id] for d in ledger.devices]
+    cards = [card(gpu) for gpu in used]
     return predict(shape, ledger.params, ledger.layer_device, cards, host_card(devices.host))
 
 
-def _closer(one: Ledger | None, other: Ledger) -> Ledger:
-    if one is None or _missing(other) < _missing(one):
-        return other
-    return one
+def best(shape: ModelShape, devices: Devices, request: PlanRequest) -> Choice | None:
+    """The fastest placement, over every set of cards; None when none fits."""
+    found: Choice | None = None
+    for gpus in card_sets(devices.gpus):
+        choice = Search(shape, devices, request, gpus).run()
+        if choice is not None and (
+            found is None or choice.speed.decode_tps > found.speed.decode_tps * (1 + SAME)
+        ):
+            found = choice
+    return found
+
+
+def card_sets(gpus: Sequence[Gpu]) -> Iterator[tuple[Gpu, ...]]:
+    """The fastest card alone, then with the next fastest, and so on; no card last.
+
+    Fewer cards first: another one is taken only where it makes the plan faster.
+    """
+    order = sorted(range(len(gpus)), key=lambda i: (-card(gpus[i]).bandwidth, -gpus[i].free, i))
+    for n in range(1, len(order) + 1):
+        yield tuple(gpus[i] for i in sorted(order[:n]))
+    for i in order[1:]:
+        yield (gpus[i],)
+    yield ()
+
+
+@dataclass
+class Combination:
+    """One choice of everything but the placement."""
+
+    params: PlanParams
+    order: int
+    compute: dict[bool, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """Compute buffers (cards, host) by whether every layer and expert is on a card."""
+    placement: Placement | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the blocks go: ``counts`` per card, the output layer among them."""
+
+    counts: tuple[int, ...]
+    n_cpu_moe: int
+
+    @property
+    def n_gpu_layers(self) -> int:
+        return sum(self.counts)
+
+
+class Search:
+    """The search on one set of cards."""
+
+    def __init__(
+        self, shape: ModelShape, devices: Devices, request: PlanRequest, gpus: Sequence[Gpu]
+    ) -> None:
+        self.shape = shape
+        self.host = devices.host
+        self.request = request
+        self.gpus = tuple(gpus)
+        self.terms = terms_of(gpus, request)
+        self.cards: list[Card] = [card(gpu) for gpu in gpus]
+        self.cpu = host_card(devices.host)
+        self.all = tuple(devices.gpus)
+        self.base = base_params(shape, devices, request)
+
+    # --- the loop
+
+    def run(self) -> Choice | None:
+        """Place, work the best out exactly, learn, and place again until the best holds."""
+        combinations = self._combinations()
+        checked: dict[tuple[int, Placement], Choice | None] = {}
+        for combination in combinations:
+            self._place(combination)
+        for _ in range(TRIES):
+            pick = self._pick(combinations)
+            if pick is None or pick.placement is None:
+                return None
+            key = (pick.order, pick.placement)
+            if key not in checked:
+                checked[key] = self._work_out(pick)
+            choice = checked[key]
+            if choice is not None:
+                return choice
+            self._place(pick)
+            if pick.placement is not None and (pick.order, pick.placement) in checked:
+                pick.placement = self._smaller(pick.placement)
+        return None
+
+    def _combinations(self) -> list[Combination]:
+        """KV types and ubatches, the cheapest levers first."""
+        asked = self.request.n_ubatch
+        ubatches = [asked] if asked else [u for u in UBATCHES if u <= max(self.base.n_ctx, 64)]
+        made: list[Combination] = []
+        for type_k, type_v in kv_kinds(self.shape, self.request):
+            for n_ubatch in ubatches:
+                params = replace(
+                    self.base,
+                    type_k=type_k,
+                    type_v=type_v,
+                    n_ubatch=n_ubatch,
+                    n_batch=self.request.n_batch or max(self.base.n_batch, n_ubatch),
+                )
+                made.append(Combination(settle(self.shape, params), len(made)))
+        return made
+
+    def _pick(self, combinations: Sequence[Combination]) -> Combination | None:
+        """The fastest; among equals the cheapest lever."""
+        placed = [c for c in combinations if c.placement is not None]
+        if not placed:
+            return None
+        fastest = min(c.seconds for c in placed)
+        return next(c for c in placed if c.seconds <= fastest * (1 + SAME))
+
+    def _work_out(self, combination: Combination) -> Choice | None:
+        """The exact ledger; None when it does not fit, with what was learned kept."""
+        placement = combination.placement
+        if placement is None:
+            return None
+        params = self.params(combination.params, placement)
+        ledger = estimate(self.shape, params, self.gpus, self.host, self.terms)
+        combination.compute[self._is_whole(placement)] = (
+            tuple(d.compute for d in ledger.devices),
+            ledger.host.compute,
+        )
+        if params.flash_attn == "auto" and not ledger.flash and params.type_v != "f16":
+            combination.compute[self._is_whole(placement)] = ((1 << 60,) * len(self.gpus), 0)
+            return None
+        if not ledger.fits:
+            return None
+        speed = predict(self.shape, ledger.params, ledger.layer_device, self.cards, self.cpu)
+        return Choice(self._with_unused(ledger), speed, left_out(self.all, self.gpus))
+
+    def _with_unused(self, ledger: Ledger) -> Ledger:
+        """Cards that hold nothing stay in the plan, with nothing on them."""
+        if len(self.gpus) == len(self.all):
+            return ledger
+        used = {d.id: d for d in ledger.devices}
+        margins = {
+            g.id: t.margin for g, t in zip(self.all, terms_of(self.all, self.request), strict=True)
+        }
+        devices = tuple(used.get(gpu.id) or _empty_ledger(gpu, margins[gpu.id]) for gpu in self.all)
+        places = [next(i for i, d in enumerate(devices) if d.id == g.id) for g in self.gpus]
+        return Ledger(
+            params=replace(ledger.params, devices=tuple(g.id for g in self.gpus)),
+            devices=devices,
+            host=ledger.host,
+            layer_device=tuple(places[d] if d != HOST else HOST for d in ledger.layer_device),
+            flash=ledger.flash,
+            warnings=ledger.warnings,
+        )
+
+    def params(self, params: PlanParams, placement: Placement) -> PlanParams:
+        """``params`` with ``placement`` as llama.cpp takes it."""
+        split = tuple(float(n) for n in placement.counts) if len(self.gpus) > 1 else ()
+        return replace(
+            params,
+            n_gpu_layers=placement.n_gpu_layers,
+            n_cpu_moe=placement.n_cpu_moe,
+            tensor_split=self.request.tensor_split or split,
+        )
+
+    def _smaller(self, placement: Placement) -> Placement | None:
+        """One layer, or one layer's experts, fewer on the cards."""
+        n_blocks = self.shape.n_layer_all
+        if self.shape.has_experts and placement.n_cpu_moe < n_blocks and placement.n_gpu_layers:
+            return Placement(placement.counts, placement.n_cpu_moe + 1)
+        counts = list(placement.counts)
+        for i, count in enumerate(counts):
+            if count:
+                counts[i] -= 1
+                return Placement(tuple(counts), placement.n_cpu_moe)
+        return None
+
+    # --- placing
+
+    @cached_property
+    def dense(self) -> list[int]:
+        """Bytes of each block without its experts, then of the output layer."""
+        blocks = [
+            0 if x.is_nextn else aligned(x.tensors) - aligned(x.expert_tensors)
+            for x in self.shape.layers
+        ]
+        tied = self.shape.tied_tensor
+        extra = (tied,) if tied else ()
+        return [*blocks, aligned((*self.shape.output_tensors, *extra))]
+
+    @cached_property
+    def experts(self) -> list[int]:
+        return [0 if x.is_nextn else aligned(x.expert_tensors) for x in self.shape.layers] + [0]
+
+    @cached_property
+    def shared(self) -> int:
+        return aligned(self.shape.shared_tensors)
+
+    def _caches(self, params: PlanParams) -> list[int]:
+        """KV and state bytes of each block (flash attention assumed; the exact ledger checks)."""
+        cache = settled_cache(self.shape, params)
+        return [
+            kv_bytes(x, cache, params.type_k, params.type_v) + state_bytes(x, cache)
+            for x in self.shape.layers
+        ] + [0]
+
+    def _is_whole(self, placement: Placement) -> bool:
+        n_all = self.shape.n_layer_all + 1
+        return placement.n_gpu_layers >= n_all and not placement.n_cpu_moe
+
+    def _budgets(self, combination: Combination, whole: bool) -> list[int]:
+        """Bytes for weights and caches on each card, compute and overhead taken off."""
+        compute = self._compute_guess(combination, whole)
+        experts = self.shape.has_experts
+        budgets = []
+        for gpu, terms, scratch in zip(self.gpus, self.terms, compute, strict=True):
+            overhead = terms.overhead
+            if overhead is None:
+                overhead = default_overhead(
+                    gpu, experts=experts, flash=combination.params.flash_attn != "off"
+                )
+            budgets.append(gpu.free - terms.margin - overhead - scratch - self.shared)
+        return budgets
+
+    def _compute_guess(self, combination: Combination, whole: bool) -> tuple[int, ...]:
+        """What was worked out for this combination, else a little less than it can be."""
+        known = combination.compute.get(whole)
+        if known is not None:
+            return known[0]
+        params = combination.params
+        hidden = 4 * params.n_ubatch * self.shape.n_embd
+        return (2 * hidden,) * len(self.gpus)
+
+    def _place(self, combination: Combination) -> None:
+        """The fastest placement of ``combination`` under its budgets."""
+        caches = self._caches(combination.params)
+        times = self._times(combination.params)
+        found: tuple[float, Placement] | None = None
+        for placement in self._placements(combination, caches):
+            seconds = self._seconds(times, placement)
+            if found is None or seconds < found[0]:
+                found = (seconds, placement)
+        combination.placement = found[1] if found else None
+        combination.seconds = found[0] if found else 0.0
+
+    def _placements(self, combination: Combination, caches: list[int]) -> Iterator[Placement]:
+        """For each number of layers on the cards, the fewest experts on the host that fit."""
+        n_all = self.shape.n_layer_all + 1
+        if not self.gpus:
+            if self.request.n_gpu_layers in (None, 0):
+                yield from self._if_host_fits(Placement((), 0), caches)
+            return
+        wanted = self.request.n_gpu_layers
+        if wanted is not None:
+            tries: Sequence[int] = (n_all if wanted < 0 else min(wanted, n_all),)
+        else:
+            tries = range(n_all, -1, -1)
+        for n in tries:
+            placement = self._fill(combination, caches, n)
+            if placement is not None:
+                yield from self._if_host_fits(placement, caches)
+                if not self.shape.has_experts:
+                    return  # fewer layers are never faster
+
+    def _fill(self, combination: Combination, caches: list[int], n: int) -> Placement | None:
+        """``n`` layers over the cards with as many of their experts as fit."""
+        n_all = self.shape.n_layer_all + 1
+        forced = self.request.n_cpu_moe
+        first = n_all - n
+        if forced is not None or not self.shape.has_experts:
+            return self._fill_exact(combination, caches, n, forced or 0)
+        if n == n_all:
+            whole = self._fill_exact(combination, caches, n, 0)
+            if whole is not None:
+                return whole
+        low, high = first, self.shape.n_layer_all
+        if self._fill_exact(combination, caches, n, high) is None:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._fill_exact(combination, caches, n, middle) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        return self._fill_exact(combination, caches, n, low if low > first else 0)
+
+    def _fill_exact(
+        self, combination: Combination, caches: list[int], n: int, n_cpu_moe: int
+    ) -> Placement | None:
+        """``n`` layers in order over the cards, the fastest filled first; None: no room."""
+        n_all = self.shape.n_layer_all + 1
+        whole = n == n_all and not n_cpu_moe
+        budgets = self._budgets(combination, whole)
+        on_cards = combination.params.offload_kqv
+        sizes = [
+            self.dense[il]
+            + (self.experts[il] if il >= n_cpu_moe else 0)
+            + (caches[il] if on_cards else 0)
+            for il in range(n_all - n, n_all)
+        ]
+        counts = distribute(sizes, budgets, [c.bandwidth for c in self.cards])
+        return None if counts is None else Placement(counts, n_cpu_moe)
+
+    def _if_host_fits(self, placement: Placement, caches: list[int]) -> Iterator[Placement]:
+        """Only placements whose host part fits the RAM (a little less than the exact ledger)."""
+        first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
+        held = mapped_bytes(self.shape.input_tensors)
+        for il in range(self.shape.n_layer_all + 1):
+            on_host = il < first
+            held += self.dense[il] * on_host + caches[il] * on_host
+            held += self.experts[il] * (on_host or il < placement.n_cpu_moe)
+        if held <= self.host.available or self.request.force:
+            yield placement
+
+    # --- speed of a placement, without walking the layers again
+
+    def _times(self, params: PlanParams) -> list[list[tuple[float, float]]]:
+        """Seconds a token (dense and cache, experts) of each block: on each card, then the host."""
+        reads = [layer_reads(self.shape, params, il) for il in range(self.shape.n_layer_all + 1)]
+        return [
+            [(0.0, 0.0) if r is None else unit.seconds(r) for r in reads]
+            for unit in (*self.cards, self.cpu)
+        ]
+
+    def _seconds(self, times: list[list[tuple[float, float]]], placement: Placement) -> float:
+        n_all = self.shape.n_layer_all + 1
+        il = n_all - placement.n_gpu_layers
+        host = times[-1]
+        total = sum(a + b for a, b in host[:il])
+        for count, card_times in zip(placement.counts, times[:-1], strict=True):
+            for at in range(il, il + count):
+                dense, experts = card_times[at]
+                total += dense + (host[at][1] if at < placement.n_cpu_moe else experts)
+            il += count
+        return total
+
+
+def distribute(
+    sizes: Sequence[int], budgets: Sequence[int], speeds: Sequence[float]
+) -> tuple[int, ...] | None:
+    """How many of ``sizes``, in order, go on each card: the fastest cards as full as can be.
+
+    A card with no room for the layer at its place gets none. None when they do not all fit.
+    """
+    if len(budgets) == 1:
+        return (len(sizes),) if sum(sizes) <= budgets[0] or not sizes else None
+    if not sizes:
+        return (0,) * len(budgets)
+    order = sorted(range(len(budgets)), key=lambda i: (-speeds[i], -budgets[i], i))
+    for n in range(1, len(order) + 1):
+        used = sorted(order[:n])
+        counts = _in_order(sizes, [budgets[i] for i in used], [speeds[i] for i in used])
+        if counts is not None:
+            spread = [0] * len(budgets)
+            for i, count in zip(used, counts, strict=True):
+                spread[i] = count
+            return tuple(spread)
+    return None
+
+
+def _in_order(
+    sizes: Sequence[int], budgets: Sequence[int], speeds: Sequence[float]
+) -> list[int] | None:
+    """Contiguous runs over all these cards; the slowest takes only what the others leave."""
+    slowest = min(range(len(budgets)), key=lambda i: (speeds[i], i))
+    counts = [0] * len(budgets)
+    left, right = 0, len(sizes)
+    for i in range(slowest):
+        room = budgets[i]
+        while left < right and sizes[left] <= room:
+            room -= sizes[left]
+            left += 1
+            counts[i] += 1
+    for i in range(len(budgets) - 1, slowest, -1):
+        room = budgets[i]
+        while right > left and sizes[right - 1] <= room:
+            right -= 1
+            room -= sizes[right]
+            counts[i] += 1
+    if sum(sizes[left:right]) > budgets[slowest]:
+        return None
+    counts[slowest] = right - left
+    return counts
+
+
+def _empty_ledger(gpu: Gpu, margin: int) -> DeviceLedger:
+    return DeviceLedger(
+        id=gpu.id,
+        name=gpu.name,
+        backend=gpu.backend,
+        total=gpu.total,
+        free=gpu.free,
+        margin=margin,
+        headroom=max(gpu.free - margin, 0),
+        uuid=gpu.uuid,
+    )
+
+
+# --- context ----------------------------------------------------------------------------------
+
+
+def _with_ctx(request: PlanRequest, n_ctx: int) -> PlanRequest:
+    return msgspec.structs.replace(request, n_ctx=n_ctx)
+
+
+def _smaller_context(shape: ModelShape, devices: Devices, request: PlanRequest) -> Choice | None:
+    """The largest context from ``min_ctx`` up that fits, when a smaller one is allowed."""
+    asked = request.n_ctx or min(DEFAULT_CTX, shape.n_ctx_train or DEFAULT_CTX)
+    if request.min_ctx is None or request.min_ctx >= asked:
+        return None
+    return _largest_context(shape, devices, request, (request.min_ctx, asked), 0.0)
+
+
+def _grow_context(
+    shape: ModelShape, devices: Devices, request: PlanRequest, choice: Choice
+) -> Choice:
+    """The largest context that costs no speed."""
+    most = max(shape.n_ctx_train, choice.ledger.params.n_ctx)
+    least = choice.speed.decode_tps * (1 - SAME)
+    bounds = (choice.ledger.params.n_ctx, most)
+    grown = _largest_context(shape, devices, request, bounds, least)
+    return grown or choice
+
+
+def _largest_context(
+    shape: ModelShape,
+    devices: Devices,
+    request: PlanRequest,
+    bounds: tuple[int, int],
+    least_tps: float,
+) -> Choice | None:
+    """The choice with the most cells within ``bounds`` of at least ``least_tps``."""
+    low, high = bounds
+    found: Choice | None = None
+    step = 1024 if high > 4096 else 256
+    low, high = low // step, -(-high // step)
+    while low <= high:
+        middle = (low + high) // 2
+        n_ctx = max(middle * step, 256)
+        choice = best(shape, devices, _with_ctx(request, n_ctx))
+        if choice is not None and choice.speed.decode_tps >= least_tps:
+            found, low = choice, middle + 1
+        else:
+            high = middle - 1
+    return found
+
+
+def _nothing_fits(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
+    """The error, or with force the plan that misses by least."""
+    base = base_params(shape, devices, request)
+    tight = replace(
+        base, n_ubatch=UBATCHES[-1], n_gpu_layers=0 if not devices.gpus else base.n_gpu_layers
+    )
+    terms = terms_of(devices.gpus, request)
+    candidates = [
+        estimate(shape, replace(tight, n_gpu_layers=n), devices.gpus, devices.host, terms)
+        for n in sorted({tight.n_gpu_layers, 0})
+    ]
+    nearest = min(candidates, key=_missing)
+    if request.force:
+        return finish(shape, devices, request, nearest, _speed(shape, devices, nearest))
+    raise _error(shape, devices, request, nearest)
+
+
+def _error(
+    shape: ModelShape, devices: Devices, request: PlanRequest, nearest: Ledger
+) -> DoesNotFitError:
+    fix = None
+    for n_ctx in (4096, 2048, 1024, 512):
+        if n_ctx < nearest.params.n_ctx:
+            choice = best(shape, devices, _with_ctx(request, n_ctx))
+            if choice is not None:
+                fix = f"--ctx {n_ctx} fits ({choice.speed.decode_tps:.0f} tok/s)"
+                break
+    return does_not_fit(shape, nearest, fix)
 
 
 def _missing(ledger: Ledger) -> int:
     gpu = sum(max(-d.headroom, 0) for d in ledger.devices)
     return gpu + max(ledger.host.used - ledger.host.available, 0)
-
-
-def _does_not_fit(shape: ModelShape, ledger: Ledger) -> DoesNotFitError:
-    worst = min(ledger.devices, key=lambda d: d.headroom, default=None)
-    if worst is not None and worst.headroom < 0:
-        device, required, available = worst.id, worst.used, worst.free - worst.margin
-    else:
-        device, required, available = "host", ledger.host.used, ledger.host.available
-    return DoesNotFitError(
-        f"{shape.name} needs {format_bytes(required)} on {device}, "
-        f"{format_bytes(available)} may be used",
-        device=device,
-        required=required,
-        available=available,
-        smallest_fix="a smaller quantisation of the same model, or --force to try anyway",
-    )
-
-
-def model_facts(shape: ModelShape) -> ModelFacts:
-    return ModelFacts(
-        name=shape.name,
-        path=shape.path,
-        arch=shape.arch,
-        quant=shape.quant,
-        file_bytes=shape.file_bytes,
-        n_params=shape.n_params,
-        n_layer=shape.n_layer,
-        n_ctx_train=shape.n_ctx_train,
-        n_embd=shape.n_embd,
-        n_vocab=shape.n_vocab,
-        n_expert=shape.n_expert,
-        is_embedding=shape.is_encoder,
-    )
-
-
-def verdict(ledger: Ledger, shape: ModelShape) -> str:
-    """gpu, partial, cpu or does_not_fit."""
-    if not ledger.fits:
-        return "does_not_fit"
-    on_gpu = sum(1 for d in ledger.layer_device if d >= 0)
-    if on_gpu == 0:
-        return "cpu"
-    whole = on_gpu == len(ledger.layer_device) and not (
-        ledger.params.n_cpu_moe and shape.has_experts
-    )
-    return "gpu" if whole else "partial"
-
-
-def _finish(shape: ModelShape, devices: Devices, ledger: Ledger) -> Plan:
-    params = ledger.params
-    return Plan(
-        model=model_facts(shape),
-        params=params,
-        devices=ledger.devices,
-        host=ledger.host,
-        verdict=verdict(ledger, shape),
-        speed=_speed(shape, devices, ledger),
-        reasons=(Reason(param="n_ctx", value=str(params.n_ctx), why="asked for, or the default"),),
-        warnings=(*shape.warnings, *ledger.warnings),
-    )

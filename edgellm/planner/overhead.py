@@ -23,6 +23,15 @@ MOE_EXTRA: Final = 100 * MiB
 """Expert kernels and, without flash attention, batched matrix products: more cuBLAS workspace."""
 
 
+MARGIN_SHARE: Final = 0.03
+MARGIN_LEAST: Final = 160 * MiB
+
+
+def default_margin(gpu: Gpu) -> int:
+    """What is kept free on a card nobody measured: 3 % or 160 MiB, whichever is larger."""
+    return max(int(gpu.total * MARGIN_SHARE), MARGIN_LEAST)
+
+
 def default_overhead(gpu: Gpu, *, experts: bool = False, flash: bool = True) -> int:
     """The table's bytes for ``gpu``."""
     base = _BY_BACKEND.get(gpu.backend, 300)

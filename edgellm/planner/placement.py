@@ -73,7 +73,7 @@ def device_tensors(
     return held
 
 
-def device_bytes(tensors: Iterable[Tensor], alignment: int = 128) -> int:
+def aligned(tensors: Iterable[Tensor], alignment: int = 128) -> int:
     """Bytes of a GPU's weight buffer: each tensor padded to the backend's alignment."""
     return sum(-(-t.n_bytes // alignment) * alignment for t in tensors)
 

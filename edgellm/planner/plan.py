@@ -54,8 +54,11 @@ class PlanParams(msgspec.Struct, frozen=True, kw_only=True):
     swa_full: bool = False
     n_cpu_moe: int = 0
     """The first n layers keep their expert tensors on the host."""
+    devices: tuple[str, ...] = ()
+    """The devices to use, by llama.cpp's names; empty: every one of the plan. A card that is left
+    out must not be initialised either: it would cost its context."""
     tensor_split: tuple[float, ...] = ()
-    """Layers' share a device, in the devices' order; empty for one device."""
+    """Layers' share a used device, in the devices' order; empty for one device."""
     main_gpu: int = 0
     split_mode: str = "layer"
     n_threads: int = 1

@@ -25,6 +25,15 @@ costs nothing until it is filled, does not look slower."""
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Bytes that one token reads in a block."""
+
+    dense: int
+    expert: int
+    cache: float
+
+
+@dataclass(frozen=True)
 class Card:
     """What a device can do: bytes a second from its memory, TFLOP/s with f16, bytes a second over
     its bus, seconds a layer that no bandwidth explains (kernel launches)."""
@@ -34,6 +43,12 @@ class Card:
     bus: float = 12 * GB
     per_layer: float = 60e-6
     basis: str = "table"
+
+    def seconds(self, reads: Reads) -> tuple[float, float]:
+        """Seconds a token of a block: (dense and cache, experts)."""
+        return (reads.dense + reads.cache) / self.bandwidth + self.per_layer, (
+            reads.expert / self.bandwidth
+        )
 
 
 _EFFICIENCY: Final = 0.75
@@ -164,13 +179,11 @@ def predict(
     host: Card,
 ) -> Speed:
     """Decode and prefill of one stream under ``params``."""
-    seconds, flops_time, moved = _walk(shape, params, layer_device, cards, host)
+    seconds = decode_seconds(shape, params, layer_device, cards, host)
     decode = sum(seconds.values())
-    tokens = max(params.n_ubatch, 1)
-    bus = cards[0].bus if cards else 1.0
-    prefill = flops_time + moved / bus / tokens
+    prefill = _prefill_seconds(shape, params, layer_device, cards, host)
     slowest = max(seconds, key=lambda d: seconds[d], default=HOST)
-    basis = next((c.basis for c in cards if c.basis != "table"), "table") if cards else "table"
+    basis = next((c.basis for c in cards if c.basis != "table"), "table")
     return Speed(
         prefill_tps=1 / prefill if prefill > 0 else 0.0,
         decode_tps=1 / decode if decode > 0 else 0.0,
@@ -185,41 +198,65 @@ def _bottleneck(slowest: int, seconds: dict[int, float]) -> str:
     return f"{where} ({100 * seconds.get(slowest, 0.0) / total:.0f} % of a token's time)"
 
 
-def _walk(
+def decode_seconds(
     shape: ModelShape,
     params: PlanParams,
     layer_device: Sequence[int],
     cards: Sequence[Card],
     host: Card,
-) -> tuple[dict[int, float], float, float]:
-    """(seconds a token by device, seconds of prefill arithmetic a token, host bytes moved)."""
+) -> dict[int, float]:
+    """Seconds a token, by device."""
     seconds: dict[int, float] = {}
-    flops_time = moved = 0.0
     for il, where in enumerate(layer_device):
-        if il < shape.n_layer_all and shape.layers[il].is_nextn:
+        reads = layer_reads(shape, params, il)
+        if reads is None:
             continue
-        dense, expert, kv = _layer_reads(shape, params, il)
-        for part, at in ((dense, where), (expert, HOST if il < params.n_cpu_moe else where)):
-            unit = host if at == HOST else cards[at]
-            seconds[at] = seconds.get(at, 0.0) + part / unit.bandwidth
-            doing = cards[0] if at == HOST and cards else unit
-            flops_time += _flops(part) / (doing.tflops * 1e12)
+        dense, _ = (host if where == HOST else cards[where]).seconds(reads)
+        at = HOST if il < params.n_cpu_moe else where
+        _, expert = (host if at == HOST else cards[at]).seconds(reads)
+        seconds[where] = seconds.get(where, 0.0) + dense
+        seconds[at] = seconds.get(at, 0.0) + expert
+    return seconds
+
+
+def _prefill_seconds(
+    shape: ModelShape,
+    params: PlanParams,
+    layer_device: Sequence[int],
+    cards: Sequence[Card],
+    host: Card,
+) -> float:
+    """Seconds a prompt token: arithmetic, and host weights moved over the bus once a ubatch."""
+    arithmetic = moved = 0.0
+    for il, where in enumerate(layer_device):
+        reads = layer_reads(shape, params, il)
+        if reads is None:
+            continue
+        for part, at in (
+            (reads.dense, where),
+            (reads.expert, HOST if il < params.n_cpu_moe else where),
+        ):
+            doing = (cards[0] if cards else host) if at == HOST else cards[at]
+            arithmetic += _flops(part) / (doing.tflops * 1e12)
             moved += part if at == HOST and cards else 0
-        unit = host if where == HOST else cards[where]
-        seconds[where] += kv / unit.bandwidth + unit.per_layer
-    return seconds, flops_time, moved
+    bus = cards[0].bus if cards else 1.0
+    return arithmetic + moved / bus / max(params.n_ubatch, 1)
 
 
-def _layer_reads(shape: ModelShape, params: PlanParams, il: int) -> tuple[int, int, float]:
+def layer_reads(shape: ModelShape, params: PlanParams, il: int) -> Reads | None:
+    """What a token reads in block ``il`` (the output layer is the last); None: not in the graph."""
     if il == shape.n_layer_all:
-        return output_read_bytes(shape), 0, 0.0
-    dense, expert = active_bytes(shape, il)
+        return Reads(output_read_bytes(shape), 0, 0.0)
     layer = shape.layers[il]
+    if layer.is_nextn:
+        return None
+    dense, expert = active_bytes(shape, il)
     depth = min(params.n_ctx_seq or params.n_ctx, DEPTH, shape.n_swa if layer.is_swa else DEPTH)
     width = 0
     if layer.has_kv:
-        width = row_bytes(params.type_k, layer.k_width) + row_bytes(params.type_v, layer.v_width)
-    return dense, expert, depth * width + 8.0 * (layer.r_width + layer.s_width)
+        # a quantised cache is unpacked as it is read: no faster than f16
+        width = row_bytes("f16", layer.k_width) + row_bytes("f16", layer.v_width)
+    return Reads(dense, expert, depth * width + 8.0 * (layer.r_width + layer.s_width))
 
 
 def _flops(n_bytes: float) -> float:
