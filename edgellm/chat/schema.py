@@ -69,7 +69,11 @@ class _Cleaner:
             self.refuse(path, f"a schema is an object, not {json.dumps(schema)[:40]}")
             return {}
         out: dict[str, Any] = {}
+        kind = schema.get("type", "string")
+        is_text = kind == "string" or (isinstance(kind, list) and "string" in kind)
         for key, value in schema.items():
+            if key in ("format", "pattern") and not is_text:
+                continue  # says nothing about a number
             self._keyword(out, key, value, f"{path}.{key}", depth)
         if schema.get("nullable") is True and isinstance(out.get("type"), str):
             out["type"] = [out["type"], "null"]
@@ -191,6 +195,8 @@ def relax(schema: Any, path: str) -> tuple[dict[str, Any], list[str]]:
     cleaned = _Cleaner(schema, lambda where, what: warnings.append(f"{where}: {what}"))
     out = cleaned.clean(schema, path)
     out["type"] = "object"
+    if out.get("additionalProperties") is False:
+        out["required"] = [n for n in out.get("required", ()) if n in out.get("properties", {})]
     # Open where parts of an allOf would each close the other's properties.
     for part in out.get("allOf", ()):
         if isinstance(part, dict) and part.get("additionalProperties") is False:
@@ -239,7 +245,15 @@ def response_schema(response_format: Mapping[str, Any] | None) -> dict[str, Any]
     )
 
 
-def grammar(schema: Mapping[str, Any], *, after: str | None = None) -> Grammar:
-    return Grammar(
-        kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema, ensure_ascii=False), after=after
-    )
+# One space, or a line break with its indentation: room for readable JSON, none to wander.
+_READABLE: Final = {"whitespace_pattern": r"( |\n[ \t]{0,40})"}
+
+
+def readable(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """``schema`` for an answer in JSON that people read."""
+    return {**schema, "x-guidance": _READABLE}
+
+
+def grammar(schema: Mapping[str, Any]) -> Grammar:
+    text = json.dumps(readable(schema), ensure_ascii=False)
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)

@@ -11,7 +11,6 @@ from typing import Any, Final
 from edgellm.chat import schema as schemas
 from edgellm.chat.reasoning import Thinking
 from edgellm.chat.tool_parsers import Family, Tool
-from edgellm.chat.tool_parsers.family import json_schema
 from edgellm.chat.tool_parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, analysis
 from edgellm.errors import InvalidRequestError
 from edgellm.request import Grammar, GrammarKind, control
@@ -223,7 +222,8 @@ def _answer_rule(shape: Shape, response: Mapping[str, Any]) -> str:
         lead = f"{control(shape.thinking.ignored[0])}?"
     else:
         lead = ""
-    return f"answer: {lead} {json_schema(response)}"
+    schema = json.dumps(schemas.readable(response), ensure_ascii=False)
+    return f"answer: {lead} %json {schema}"
 
 
 def _response_grammar(shape: Shape, response: Mapping[str, Any]) -> Grammar:

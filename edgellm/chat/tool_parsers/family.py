@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edgellm.chat.tool_parsers.stream import Steps, Stream, loads
+from edgellm.chat.tool_parsers.stream import Steps, Stream, loads, value_end
 from edgellm.request import control
 
 # What a model may write instead of a call's text where a text argument ends.
@@ -77,7 +77,21 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+# One space behind a comma or colon and nothing else, as templates show calls to the model
+# (Python's json.dumps): nowhere to wander, and more of a call is certain.
+_COMPACT: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+    "lenient": True,
+}
+
+
 def json_schema(schema: Any) -> str:
+    """LARK for an argument, or all of them, as JSON of this (relaxed) schema."""
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": _COMPACT}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
@@ -180,6 +194,21 @@ def stream_argument(
         if tag is not None:
             s.arguments('"')
         return tag
+    if not may_be_text(schema) and (yield from _json_argument(s)):
+        _, tag = yield from s.collect(*ends)
+        return tag
     text, tag = yield from s.collect(*ends)
     s.arguments(as_json(text, schema))
     return tag
+
+
+def _json_argument(s: Stream) -> Steps[bool]:
+    """Write the JSON object, list or string that comes; its strings may hold the end tag."""
+    space = yield from s.skip_space()
+    if s.text[:1] in ("{", "[", '"'):
+        end = yield from value_end(s, 0)
+        if end > 0:
+            s.arguments(s.take(end))
+            return True
+    s.text = space + s.text
+    return False

@@ -23,6 +23,7 @@ from edgellm.chat.tool_parsers.stream import MAX_NAME, Steps, Stream, loads
 from edgellm.request import control
 
 MAX_DEPTH: Final = 64
+_JSON: Final = json.JSONDecoder(strict=False)
 _KEY: Final = re.compile(r'\s*(?:"([^"]*)"|([^\s:{}\[\],"]+))\s*:')
 _SCALAR: Final = re.compile(r"[^,{}\[\]]*")
 
@@ -60,6 +61,8 @@ class _Gemma:
             start = i + len(self.quote)
             end = text.index(self.quote, start)
             return text[start:end], end + len(self.quote)
+        if text[i] == '"':  # JSON's own, inside lists and objects
+            return _JSON.raw_decode(text, i)
         if text[i] == "{":
             return self._items(text, i + 1, depth, "}")
         if text[i] == "[":

@@ -25,7 +25,7 @@ from edgellm.request import control
 BEGIN = "<tool_call>"
 KEY = "<arg_key>"
 END = "</tool_call>"
-VALUE_ENDS = ("</arg_value>", END)
+VALUE_END = "</arg_value>"
 
 
 def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
@@ -46,7 +46,7 @@ def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
             yield from s.skip_space()
             yield from s.starts("<arg_value>")
             schema = parameter(tools, name, key.strip())
-            end = yield from stream_argument(s, out, key.strip(), schema, VALUE_ENDS)
+            end = yield from stream_argument(s, out, key.strip(), schema, (VALUE_END,))
             if end is None:
                 return True
     out.close()

@@ -89,13 +89,14 @@ class _Invoke:
         schema = tool.properties[key]
         told = f' string="{str(is_text(schema)).lower()}"' if self.tells_text else ""
         head = literal(f'<{self.prefix}parameter name="{key}"{told}>')
-        tail = literal(self.param_end + "\n")
-        if not is_text(schema):
-            return f"arg_{i}_{k}: {head} {json_schema(schema)} {tail}"
-        if "enum" in schema:
-            options = " | ".join(literal(str(value)) for value in schema["enum"])
-            return f"arg_{i}_{k}: {head} ({options}) {tail}"
-        return f"arg_{i}_{k}[lazy]: {head} {ANY_TEXT} {tail}"
+        end = literal(self.param_end)
+        if is_text(schema) and "enum" not in schema:
+            text = f"text_{i}_{k}"
+            return f'arg_{i}_{k}: {text} "\\n"\n{text}[lazy]: {head} {ANY_TEXT} {end}'
+        value = json_schema(schema)
+        if is_text(schema):
+            value = "(" + " | ".join(literal(str(v)) for v in schema["enum"]) + ")"
+        return f'arg_{i}_{k}: {head} {value} {end} "\\n"'
 
 
 def _family(name: str, form: _Invoke) -> Family:

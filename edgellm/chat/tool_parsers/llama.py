@@ -24,8 +24,8 @@ def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
     parts: list[str] = []
     yield from s.until((TAG,), parts.append)
     text = "".join(parts)
-    call = pythonic.parse_call(text.strip())
     known = [tool.name for tool in tools]
+    call = pythonic.parse_call(text.strip(), known)
     if call is not None and call[0].removesuffix(".call") in known:
         return _whole(s, call[0].removesuffix(".call"), call[1])
     code = next((name for name in CODE_TOOLS if name in known), None)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from edgellm.chat.tool_parsers.family import (
@@ -25,13 +27,16 @@ END: Final = "<|tool_call_end|>"
 MAX_CALL_CHARS: Final = 1 << 20
 # JSON's names, which models write as often as Python's.
 _NAMES: Final = {"true": True, "false": False, "null": None}
+# Escapes that Python knows; others (JSON's \\/) are kept as two characters, without a warning.
+_ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES: Final = frozenset("\\'\"abfnrtv01234567xuUN\n")
 
 Call = tuple[str, dict[str, Any]]
 
 
 def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
     text, end = yield from s.collect(END)
-    calls = parse_calls(text.strip())
+    calls = parse_calls(text.strip(), [tool.name for tool in tools])
     if not calls:
         s.text = text + (end or "") + s.text
         return False
@@ -42,25 +47,30 @@ def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
     return True
 
 
-def parse_call(text: str) -> Call | None:
+def parse_call(text: str, names: Sequence[str] = ()) -> Call | None:
     """``name(key=value, ...)``, None when it is something else."""
-    calls = parse_calls(text)
+    calls = parse_calls(text, names)
     return calls[0] if len(calls) == 1 else None
 
 
-def parse_calls(text: str) -> list[Call]:
-    """One call or a list of calls; [] when it is neither."""
+def parse_calls(text: str, names: Sequence[str] = ()) -> list[Call]:
+    """One call or a list of calls; [] when it is neither. ``names`` tells tools whose names are
+    no Python names (``save-note``)."""
     if len(text) > MAX_CALL_CHARS:
         return []
+    aliases = {f"tool_{i}_": name for i, name in enumerate(names) if not name.isidentifier()}
+    for alias, name in aliases.items():
+        text = text.replace(f"{name}(", f"{alias}(")
+    text = _ESCAPE.sub(lambda m: m[0] if m[1] in _ESCAPES else f"\\\\{m[1]}", text)
     try:
         tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree]
-        return [_call(node) for node in nodes]
+        return [_call(node, aliases) for node in nodes]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return []
 
 
-def _call(node: ast.expr) -> Call:
+def _call(node: ast.expr, aliases: Mapping[str, str]) -> Call:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     name = ast.unparse(node.func)
@@ -73,7 +83,7 @@ def _call(node: ast.expr) -> Call:
         value = _value(keyword.value)
         json.dumps(value)
         arguments[keyword.arg] = value
-    return name, arguments
+    return aliases.get(name, name), arguments
 
 
 def _value(node: ast.expr) -> Any:
@@ -84,7 +94,10 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [key for key in node.keys if key is not None]
         return {str(ast.literal_eval(k)): _value(v) for k, v in zip(keys, node.values, strict=True)}
-    return ast.literal_eval(node)
+    value = ast.literal_eval(node)
+    if isinstance(value, str):  # two escaped surrogates are one character in JSON
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def _arguments(tool: Tool, i: int) -> str:

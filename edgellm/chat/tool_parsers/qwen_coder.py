@@ -29,7 +29,7 @@ from edgellm.request import control
 BEGIN = "<tool_call>"
 FUNCTION = "<function="
 PARAMETER = "<parameter="
-ENDS = ("\n</parameter>", "</parameter>", "\n</function>", "</function>", "</tool_call>")
+ENDS = ("\n</parameter>", "</parameter>")
 
 
 def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
@@ -41,22 +41,24 @@ def read(s: Stream, tag: str, tools: Tools) -> Steps[bool]:
         return False
     s.start_call(name)
     out = Arguments(s)
-    last = ""
-    while "function" not in last and "tool_call" not in last:
-        yield from s.skip_space()
-        if (yield from s.starts(PARAMETER)) is None:
-            break
-        key, _ = yield from s.collect(">")
-        yield from s.starts("\n")
-        found = yield from stream_argument(s, out, key, parameter(tools, name, key), ENDS)
-        if found is None:
-            return True
-        last = found
-    if s.ended and not s.text and not last:
-        return True
+    while (yield from _parameter(s, out, name, tools)):
+        pass
+    yield from s.skip_space()
+    if s.ended and not s.text:
+        return True  # cut by the token limit: what is open stays open
     out.close()
     yield from _skip_ends(s)
     return True
+
+
+def _parameter(s: Stream, out: Arguments, function: str, tools: Tools) -> Steps[bool]:
+    yield from s.skip_space()
+    if (yield from s.starts(PARAMETER)) is None:
+        return False
+    key, _ = yield from s.collect(">")
+    yield from s.starts("\n")
+    schema = parameter(tools, function, key)
+    return (yield from stream_argument(s, out, key, schema, ENDS)) is not None
 
 
 def _skip_ends(s: Stream) -> Steps[None]:
@@ -68,13 +70,13 @@ def _skip_ends(s: Stream) -> Steps[None]:
 def _argument(tool: Tool, i: int, k: int, key: str) -> str:
     schema = tool.properties[key]
     head = literal(f"<parameter={key}>\n")
+    end = literal("</parameter>")
     if is_text(schema) and "enum" not in schema:
-        return f"arg_{i}_{k}[lazy]: {head} {ANY_TEXT} {literal(chr(10) + '</parameter>' + chr(10))}"
-    value = f"text_{i}_{k}" if is_text(schema) else json_schema(schema)
-    rule = f"arg_{i}_{k}: {head} {value} {literal(chr(10) + '</parameter>' + chr(10))}"
+        return f'arg_{i}_{k}: text_{i}_{k} "\\n"\ntext_{i}_{k}[lazy]: {head} {ANY_TEXT} {end}'
+    value = json_schema(schema)
     if is_text(schema):
-        rule += f"\ntext_{i}_{k}: " + " | ".join(literal(str(v)) for v in schema["enum"])
-    return rule
+        value = "(" + " | ".join(literal(str(v)) for v in schema["enum"]) + ")"
+    return f'arg_{i}_{k}: {head} {value} "\\n" {end} "\\n"'
 
 
 def function_rules(tools: Tools) -> str:

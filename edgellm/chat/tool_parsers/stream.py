@@ -39,6 +39,11 @@ def new_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
+def encodable(text: str) -> str:
+    """``text`` with each lone surrogate (an escape a model wrote) as a question mark."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 class Trimmed:
     """Gives text on without the white space at its two ends."""
 
@@ -92,13 +97,13 @@ class Stream:
 
     def start_call(self, name: str) -> None:
         self._content.spaces = ""
-        self.deltas.append(ToolCallStart(self.n_calls, new_id(), name))
+        self.deltas.append(ToolCallStart(self.n_calls, new_id(), encodable(name)))
         self.n_calls += 1
         self.in_call = True
 
     def arguments(self, fragment: str) -> None:
         if fragment:
-            self.deltas.append(ToolArgsDelta(self.n_calls - 1, fragment))
+            self.deltas.append(ToolArgsDelta(self.n_calls - 1, encodable(fragment)))
 
     def end_call(self) -> None:
         self.in_call = False
@@ -128,15 +133,16 @@ class Stream:
             yield
 
     def starts(self, *options: str) -> Steps[str | None]:
-        """Take the first of ``options`` that the text starts with."""
+        """Take the longest of ``options`` that the text starts with."""
         while True:
-            for option in options:
-                if self.text.startswith(option):
-                    self.take(len(option))
-                    return option
-            if self.ended or not any(o.startswith(self.text) for o in options):
-                return None
+            may_come = any(len(o) > len(self.text) and o.startswith(self.text) for o in options)
+            if self.ended or not may_come:
+                break
             yield
+        found = max((o for o in options if self.text.startswith(o)), key=len, default=None)
+        if found is not None:
+            self.take(len(found))
+        return found
 
     def until(self, tags: Sequence[str], sink: Sink) -> Steps[str | None]:
         """Give the text before the first of ``tags`` to ``sink``, take the tag and return it;
@@ -253,7 +259,7 @@ def stream_value(s: Stream, sink: Sink) -> Steps[bool]:
         return (yield from _stream_quoted(s, sink))
     if s.text[0] not in "{[":
         end = yield from _scalar_end(s, 0)
-        sink(s.take(end))
+        sink(plain_arguments(s.take(end)))
         return True
     return (yield from _stream_nested(s, sink))
 
