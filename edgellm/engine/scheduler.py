@@ -21,7 +21,7 @@ from edgellm.engine.info import EngineOptions
 from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
-from edgellm.request import Overflow
+from edgellm.request import Overflow, Priority
 
 MIN_CHUNK: Final = 16
 """Smaller prefill chunks cost a step nearly as much and take longer overall."""
@@ -299,15 +299,27 @@ class Scheduler:
         pool = self._pool(seq)
         if pool and len(self.running) < self.limits.n_running:
             return True
+        level = self._urgency(seq, now)[0]
         victims = [
             s
             for s in self.running
-            if s.request.priority > seq.request.priority and (pool or s.slot in self._ids(seq))
+            if self._may_displace(seq, level, s) and (pool or s.slot in self._ids(seq))
         ]
         if not victims:
             return False
         self.preempt(max(victims, key=lambda s: (s.request.priority, s.order)), now)
         return bool(self._pool(seq))
+
+    @staticmethod
+    def _may_displace(seq: Sequence, level: float, other: Sequence) -> bool:
+        """Whether ``other`` gives its slot to ``seq``.
+
+        An interactive request takes a less urgent one's; else a slot that was got by waiting is
+        kept, or those who waited longest would be put out first.
+        """
+        if seq.request.priority >= other.request.priority:
+            return False
+        return seq.request.priority == Priority.INTERACTIVE or level < other.level
 
     def _ids(self, seq: Sequence) -> tuple[int, ...]:
         limits = self.limits
@@ -347,6 +359,7 @@ class Scheduler:
     def _start(self, seq: Sequence, now: float) -> None:
         seq.slot = self._pool(seq).pop()
         seq.state = State.RUNNING
+        seq.level = self._urgency(seq, now)[0]
         if seq.scheduled is None:
             seq.scheduled = now
         self.running.append(seq)

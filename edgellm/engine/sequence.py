@@ -35,6 +35,7 @@ class Sequence:
         "draft",
         "end_allowed",
         "index",
+        "level",
         "logprobs",
         "max_output",
         "miss",
@@ -84,6 +85,8 @@ class Sequence:
         self.n_slid = 0
         self.n_drafted = 0
         self.n_accepted = 0
+        self.level = 0.0
+        """Its urgency, waiting counted, when it got its slot."""
         self.slot = -1
         self.state = State.WAITING
         self.plain = plain

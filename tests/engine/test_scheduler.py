@@ -1,0 +1,173 @@
+"""Which tokens a step computes: budget, urgency, cells. No backend at all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.scheduler import Copy, Scheduler, Step
+from edgellm.engine.sequence import Sequence, State
+from edgellm.errors import ContextOverflowError, QueueFullError
+from edgellm.request import Priority
+from tests.engine.factories import limits, sequence
+
+
+def play(scheduler: Scheduler, step: Step, token: int = 7) -> None:
+    """The step happened: tokens are computed, and each last row gives a token."""
+    for w in step.work:
+        scheduler.computed(w)
+        if w.n_out and w.seq.n_pending == 0:
+            w.seq.tokens.append(token)
+    scheduler.check()
+
+
+def running(scheduler: Scheduler, *prompts: list[int], now: float = 0.0) -> list[Sequence]:
+    """Sequences that have their first token."""
+    seqs = [sequence(p) for p in prompts]
+    scheduler.add(seqs)
+    for _ in range(100):
+        if all(s.n_output > 0 for s in seqs):
+            return seqs
+        play(scheduler, scheduler.schedule(now))
+    raise AssertionError("never ready")
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    seq = sequence(list(range(150)))
+    scheduler.add([seq])
+    sizes = []
+    while seq.n_output == 0:
+        step = scheduler.schedule(0.0)
+        sizes.append([(w.n, w.n_out) for w in step.work])
+        play(scheduler, step)
+    assert sizes == [[(64, 0)], [(64, 0)], [(22, 1)]]
+
+
+def test_decodes_go_first_and_prompts_get_what_is_left() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    (a,) = running(scheduler, [1, 2, 3])
+    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    b = sequence(list(range(100, 200)))
+    scheduler.add([b])
+    step = scheduler.schedule(0.0)
+    assert (step.work[0].seq, step.work[0].n) == (a, 1)
+    # A step may last 2.5 decodes: 15 ms more at 1 ms a token, but no less than the smallest chunk.
+    assert step.work[1].n == 16
+
+
+def test_the_chunk_grows_with_the_target() -> None:
+    scheduler = Scheduler(limits(), EngineOptions(itl_target_s=0.05))
+    running(scheduler, [1, 2, 3])
+    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    scheduler.add([sequence(list(range(100, 200)))])
+    assert scheduler.schedule(0.0).work[1].n == 40
+
+
+def test_an_interactive_prompt_beside_batch_streams_is_not_throttled() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    scheduler.add([sequence([1, 2, 3], priority=Priority.BATCH)])
+    play(scheduler, scheduler.schedule(0.0))
+    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    scheduler.add([sequence(list(range(100, 160)), priority=Priority.INTERACTIVE)])
+    assert scheduler.schedule(0.0).work[1].n == 60
+
+
+def test_urgency_orders_the_queue_and_waiting_raises_it() -> None:
+    scheduler = Scheduler(limits(slot_ids=(0,), n_running=1), EngineOptions(aging_s=10.0))
+    old = sequence([1] * 4, priority=Priority.BATCH)
+    new = sequence([2] * 4, priority=Priority.NORMAL)
+    new.waiting_since = new.arrival = 30.0
+    scheduler.add([old, new])
+    step = scheduler.schedule(31.0)
+    assert step.work[0].seq is old  # 3.1 levels of waiting beat one of priority
+
+
+def test_the_queue_is_bounded() -> None:
+    scheduler = Scheduler(limits(), EngineOptions(max_waiting=1))
+    scheduler.add([sequence([1]) for _ in range(5)])
+    with pytest.raises(QueueFullError):
+        scheduler.add([sequence([1])])
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_with_the_numbers() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    with pytest.raises(ContextOverflowError) as caught:
+        scheduler.add([sequence([1] * 256)])
+    assert (caught.value.n_prompt, caught.value.n_ctx) == (256, 256)
+    assert not scheduler.waiting
+
+
+def test_the_least_urgent_newest_is_preempted_when_cells_run_out() -> None:
+    scheduler = Scheduler(limits(n_cells=100, n_ctx_seq=100), EngineOptions(prefix_min=1000))
+    first, second = running(scheduler, [1] * 40, [2] * 40)
+    while second.state is State.RUNNING:
+        play(scheduler, scheduler.schedule(0.0))
+    assert first.state is State.RUNNING
+    assert second.state is State.PREEMPTED
+    assert second in scheduler.waiting
+    assert scheduler.n_cells_used <= 100
+
+
+def test_retained_prefixes_go_before_anyone_is_preempted() -> None:
+    scheduler = Scheduler(limits(n_cells=128, n_ctx_seq=128), EngineOptions())
+    (done,) = running(scheduler, list(range(60)))
+    scheduler.finish(done)
+    assert scheduler.n_cells_retained == 60
+    (other,) = running(scheduler, list(range(500, 600)))
+    assert other.state is State.RUNNING
+    assert scheduler.n_preemptions == 0
+
+
+def test_a_finished_prefix_is_shared_without_computing_it() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    (done,) = running(scheduler, list(range(60)))
+    scheduler.finish(done)
+    again = sequence([*range(60), 99])
+    scheduler.add([again])
+    step = scheduler.schedule(0.0)
+    copies = [op for op in step.ops if isinstance(op, Copy)]
+    assert copies[-1].n == 60
+    assert (step.work[0].start, step.work[0].n) == (60, 1)
+    assert again.n_cached == 60
+
+
+def test_a_growing_conversation_keeps_one_retained_prefix() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    text = list(range(40))
+    for _ in range(4):
+        (seq,) = running(scheduler, text)
+        scheduler.finish(seq)
+        text = [*text, *range(len(text) + 1000, len(text) + 1020)]
+    assert len(scheduler.tree.holders) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9))
+def test_no_sequence_is_lost_and_no_step_exceeds_its_budget(seed: int) -> None:
+    numbers = random.Random(seed)
+    lim = limits(n_cells=numbers.choice([96, 200, 400]), n_ctx_seq=90, n_outputs_max=4)
+    scheduler = Scheduler(lim, EngineOptions(max_waiting=1000))
+    lengths = {}
+    for i in range(numbers.randrange(1, 30)):
+        prompt = [numbers.randrange(4) for _ in range(numbers.randrange(1, 80))]
+        seq = sequence(prompt, priority=numbers.choice(list(Priority)), id=f"s{i}")
+        scheduler.add([seq])
+        lengths[seq] = numbers.randrange(1, 1 + min(20, 90 - len(prompt)))
+    for turn in range(5000):
+        if not scheduler.has_work:
+            break
+        step = scheduler.schedule(float(turn))
+        assert step.n_tokens <= lim.n_batch
+        assert sum(w.n_out for w in step.work) <= lim.n_outputs_max
+        assert len({w.seq for w in step.work}) == len(step.work)
+        play(scheduler, step, token=numbers.randrange(4))
+        for seq in list(scheduler.running):
+            if seq.n_output >= lengths[seq]:
+                scheduler.finish(seq)
+    assert all(s.state is State.FINISHED for s in lengths)
+    assert all(s.n_output == n for s, n in lengths.items())
