@@ -82,7 +82,7 @@ class _Log:
         lib.llama_log_set(self._callback, None)
 
     def _take(self, level: int, text: bytes, _: object) -> None:
-        if level == 4:  # debug
+        if level == 1:  # GGML_LOG_LEVEL_DEBUG, ggml.h: none 0, debug 1, info 2, warn 3, error 4
             return
         self._partial += text.decode("utf-8", "replace")
         if not self._partial.endswith("\n"):
@@ -90,7 +90,7 @@ class _Log:
         line, self._partial = self._partial.rstrip("\n"), ""
         if self.is_kept:
             self.lines.append(line)
-        if self.is_kept or level in (2, 3):
+        if self.is_kept or level in (3, 4):
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
 
@@ -333,8 +333,8 @@ class LlamaBackend:
         slots: tuple[int, ...] = tuple(range(n))
         plain: tuple[int, ...] = ()
         if top_k and sharing == "cells":
-            # A sequence more costs nothing in a unified cache.
-            plain = tuple(range(n, min(n + self._options.n_plain, MAX_SEQ)))
+            # More sequences cost a shared full cache nothing; window and recurrent caches a copy.
+            plain = tuple(range(n, min(n + min(n, self._options.n_plain), MAX_SEQ)))
         elif top_k and n > 1:
             n_plain = min(self._options.n_plain, n // 2)
             slots, plain = slots[: n - n_plain], slots[n - n_plain :]
