@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -19,6 +20,7 @@ from edgellm.devices import Devices, Gpu
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
 from edgellm.planner.estimate import Ledger, Terms, estimate, replace, settle, settled_cache
+from edgellm.planner.memo import remembered
 from edgellm.planner.memory import kv_bytes, state_bytes
 from edgellm.planner.overhead import default_margin, default_overhead
 from edgellm.planner.params import (
@@ -118,6 +120,31 @@ def card_sets(gpus: Sequence[Gpu]) -> Iterator[tuple[Gpu, ...]]:
     yield ()
 
 
+def prefix(values: Sequence[int]) -> list[int]:
+    """Sums of the first 0, 1, 2 ... values."""
+    return [0, *accumulate(values)]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """KV and state bytes of each block, and their prefix sums."""
+
+    sizes: list[int]
+    sums: list[int]
+
+    @classmethod
+    def of(cls, sizes: list[int]) -> Caches:
+        return cls(sizes, prefix(sizes))
+
+
+def _dense_bytes(shape: ModelShape) -> list[int]:
+    blocks = [
+        0 if x.is_nextn else aligned(x.tensors) - aligned(x.expert_tensors) for x in shape.layers
+    ]
+    tied = (shape.tied_tensor,) if shape.tied_tensor else ()
+    return [*blocks, aligned((*shape.output_tensors, *tied))]
+
+
 @dataclass
 class Combination:
     """One choice of everything but the placement."""
@@ -126,6 +153,7 @@ class Combination:
     order: int
     compute: dict[bool, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     """Compute buffers (cards, host) by whether every layer and expert is on a card."""
+    caches: Caches | None = None
     placement: Placement | None = None
     seconds: float = 0.0
 
@@ -271,17 +299,24 @@ class Search:
     @cached_property
     def dense(self) -> list[int]:
         """Bytes of each block without its experts, then of the output layer."""
-        blocks = [
-            0 if x.is_nextn else aligned(x.tensors) - aligned(x.expert_tensors)
-            for x in self.shape.layers
-        ]
-        tied = self.shape.tied_tensor
-        extra = (tied,) if tied else ()
-        return [*blocks, aligned((*self.shape.output_tensors, *extra))]
+        held: list[int] = remembered(self.shape, "dense bytes", lambda: _dense_bytes(self.shape))
+        return held
 
     @cached_property
     def experts(self) -> list[int]:
-        return [0 if x.is_nextn else aligned(x.expert_tensors) for x in self.shape.layers] + [0]
+        """Bytes of each block's experts."""
+
+        def make() -> list[int]:
+            layers = self.shape.layers
+            return [0 if x.is_nextn else aligned(x.expert_tensors) for x in layers] + [0]
+
+        held: list[int] = remembered(self.shape, "expert bytes", make)
+        return held
+
+    @cached_property
+    def sums(self) -> tuple[list[int], list[int]]:
+        """Prefix sums of ``dense`` and ``experts``."""
+        return prefix(self.dense), prefix(self.experts)
 
     @cached_property
     def shared(self) -> int:
@@ -324,17 +359,17 @@ class Search:
 
     def _place(self, combination: Combination) -> None:
         """The fastest placement of ``combination`` under its budgets."""
-        caches = self._caches(combination.params)
-        times = self._times(combination.params)
+        if combination.caches is None:
+            combination.caches = Caches.of(self._caches(combination.params))
         found: tuple[float, Placement] | None = None
-        for placement in self._placements(combination, caches):
-            seconds = self._seconds(times, placement)
+        for placement in self._placements(combination, combination.caches):
+            seconds = self._seconds(placement)
             if found is None or seconds < found[0]:
                 found = (seconds, placement)
         combination.placement = found[1] if found else None
         combination.seconds = found[0] if found else 0.0
 
-    def _placements(self, combination: Combination, caches: list[int]) -> Iterator[Placement]:
+    def _placements(self, combination: Combination, caches: Caches) -> Iterator[Placement]:
         """For each number of layers on the cards, the fewest experts on the host that fit."""
         n_all = self.shape.n_layer_all + 1
         if not self.gpus:
@@ -344,16 +379,31 @@ class Search:
         wanted = self.request.n_gpu_layers
         if wanted is not None:
             tries: Sequence[int] = (n_all if wanted < 0 else min(wanted, n_all),)
-        else:
+        elif self.shape.has_experts:
             tries = range(n_all, -1, -1)
+        else:
+            tries = self._most(combination, caches)  # fewer layers are never faster
         for n in tries:
             placement = self._fill(combination, caches, n)
             if placement is not None:
                 yield from self._if_host_fits(placement, caches)
-                if not self.shape.has_experts:
-                    return  # fewer layers are never faster
 
-    def _fill(self, combination: Combination, caches: list[int], n: int) -> Placement | None:
+    def _most(self, combination: Combination, caches: Caches) -> tuple[int, ...]:
+        """The largest number of layers that fit."""
+        n_all = self.shape.n_layer_all + 1
+        n_cpu_moe = self.request.n_cpu_moe or 0
+        if self._fill_exact(combination, caches, n_all, n_cpu_moe) is not None:
+            return (n_all,)
+        low, high = 0, n_all - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fill_exact(combination, caches, middle, n_cpu_moe) is not None:
+                low = middle
+            else:
+                high = middle - 1
+        return (low,)
+
+    def _fill(self, combination: Combination, caches: Caches, n: int) -> Placement | None:
         """``n`` layers over the cards with as many of their experts as fit."""
         n_all = self.shape.n_layer_all + 1
         forced = self.request.n_cpu_moe
@@ -376,53 +426,73 @@ class Search:
         return self._fill_exact(combination, caches, n, low if low > first else 0)
 
     def _fill_exact(
-        self, combination: Combination, caches: list[int], n: int, n_cpu_moe: int
+        self, combination: Combination, caches: Caches, n: int, n_cpu_moe: int
     ) -> Placement | None:
         """``n`` layers in order over the cards, the fastest filled first; None: no room."""
         n_all = self.shape.n_layer_all + 1
         whole = n == n_all and not n_cpu_moe
         budgets = self._budgets(combination, whole)
         on_cards = combination.params.offload_kqv
+        if len(budgets) == 1:
+            need = self._bytes(caches, n_all - n, n_cpu_moe, on_cards)
+            return Placement((n,), n_cpu_moe) if need <= budgets[0] or not n else None
         sizes = [
             self.dense[il]
             + (self.experts[il] if il >= n_cpu_moe else 0)
-            + (caches[il] if on_cards else 0)
+            + (caches.sizes[il] if on_cards else 0)
             for il in range(n_all - n, n_all)
         ]
         counts = distribute(sizes, budgets, [c.bandwidth for c in self.cards])
         return None if counts is None else Placement(counts, n_cpu_moe)
 
-    def _if_host_fits(self, placement: Placement, caches: list[int]) -> Iterator[Placement]:
+    def _bytes(self, caches: Caches, first: int, n_cpu_moe: int, on_cards: bool) -> int:
+        """Bytes of the blocks from ``first`` on, but for the experts that stay on the host."""
+        dense, experts = self.sums
+        need = dense[-1] - dense[first] + experts[-1] - experts[max(first, n_cpu_moe)]
+        return need + (caches.sums[-1] - caches.sums[first] if on_cards else 0)
+
+    def _if_host_fits(self, placement: Placement, caches: Caches) -> Iterator[Placement]:
         """Only placements whose host part fits the RAM (a little less than the exact ledger)."""
         first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
-        held = mapped_bytes(self.shape.input_tensors)
-        for il in range(self.shape.n_layer_all + 1):
-            on_host = il < first
-            held += self.dense[il] * on_host + caches[il] * on_host
-            held += self.experts[il] * (on_host or il < placement.n_cpu_moe)
+        dense, experts = self.sums
+        held = mapped_bytes(self.shape.input_tensors) + dense[first] + caches.sums[first]
+        held += experts[max(first, placement.n_cpu_moe)]
         if held <= self.host.available or self.request.force:
             yield placement
 
     # --- speed of a placement, without walking the layers again
 
-    def _times(self, params: PlanParams) -> list[list[tuple[float, float]]]:
-        """Seconds a token (dense and cache, experts) of each block: on each card, then the host."""
-        reads = [layer_reads(self.shape, params, il) for il in range(self.shape.n_layer_all + 1)]
-        return [
-            [(0.0, 0.0) if r is None else unit.seconds(r) for r in reads]
-            for unit in (*self.cards, self.cpu)
-        ]
+    @cached_property
+    def times(self) -> list[tuple[list[float], list[float]]]:
+        """Prefix sums of seconds a token (dense and cache, experts): each card's, then the host's.
 
-    def _seconds(self, times: list[list[tuple[float, float]]], placement: Placement) -> float:
-        n_all = self.shape.n_layer_all + 1
-        il = n_all - placement.n_gpu_layers
-        host = times[-1]
-        total = sum(a + b for a, b in host[:il])
-        for count, card_times in zip(placement.counts, times[:-1], strict=True):
-            for at in range(il, il + count):
-                dense, experts = card_times[at]
-                total += dense + (host[at][1] if at < placement.n_cpu_moe else experts)
-            il += count
+        The same for every combination: depth and cache width do not depend on the levers.
+        """
+        reads = remembered(
+            self.shape,
+            ("reads", self.base.n_ctx),
+            lambda: [
+                layer_reads(self.shape, self.base, il) for il in range(self.shape.n_layer_all + 1)
+            ],
+        )
+        made = []
+        for unit in (*self.cards, self.cpu):
+            both = [(0.0, 0.0) if r is None else unit.seconds(r) for r in reads]
+            made.append(
+                ([0.0, *accumulate(a for a, _ in both)], [0.0, *accumulate(b for _, b in both)])
+            )
+        return made
+
+    def _seconds(self, placement: Placement) -> float:
+        first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
+        host_dense, host_experts = self.times[-1]
+        total = host_dense[first] + host_experts[first]
+        for count, (dense, experts) in zip(placement.counts, self.times[:-1], strict=True):
+            last = first + count
+            total += dense[last] - dense[first]
+            turn = min(max(placement.n_cpu_moe, first), last)
+            total += host_experts[turn] - host_experts[first] + experts[last] - experts[turn]
+            first = last
         return total
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from edgellm.devices import Gpu, Host
 from edgellm.gguf.shape import ModelShape
+from edgellm.planner.memo import remembered
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams, Speed
 from edgellm.planner.types import row_bytes
@@ -250,7 +251,8 @@ def layer_reads(shape: ModelShape, params: PlanParams, il: int) -> Reads | None:
     layer = shape.layers[il]
     if layer.is_nextn:
         return None
-    dense, expert = active_bytes(shape, il)
+    weights: tuple[int, int] = remembered(shape, ("active", il), lambda: active_bytes(shape, il))
+    dense, expert = weights
     depth = min(params.n_ctx_seq or params.n_ctx, DEPTH, shape.n_swa if layer.is_swa else DEPTH)
     width = 0
     if layer.has_kv:
