@@ -25,10 +25,11 @@ VERDICTS = {
 }
 
 
-def ls(words: str = "", /, *, json: bool = False) -> None:
+def ls(words: str = "", /, *, exact: bool = False, json: bool = False) -> None:
     """The models on this machine: edgellm's own and those that other programs downloaded.
 
-    Names, sizes, quantisation, owner, and whether each fits here (~ marks a verdict by size alone).
+    Names, sizes, quantisation, owner, and whether each fits here; ~ marks a verdict by size alone,
+    where there are too many to plan for each.
     Downloads that are not complete are listed below.
 
     Examples: `edgellm ls`, `edgellm ls qwen --json`
@@ -37,12 +38,14 @@ def ls(words: str = "", /, *, json: bool = False) -> None:
     ----------
     words
         Only models with this in their name.
+    exact
+        Plan for every model, however many.
     json
         Print JSON (edgellm.ls/1).
     """
     settings = config.load().settings
     models = [m for m in list_models(settings.store) if words.lower() in m.name.lower()]
-    rows = rows_of(models, probe())
+    rows = rows_of(models, probe(), exact=exact)
     partials = [r for r in records.load_all(settings.store) if not r.complete]
     if json:
         print(msgspec.json.encode(_as_json(models, rows, partials)).decode())
@@ -90,7 +93,7 @@ def _as_json(models: list[LocalModel], rows: list[Row], partials: list[Record]) 
         "models": [
             {
                 "name": model.name,
-                "path": str(model.path),
+                "path": model.files[0],
                 "n_bytes": model.n_bytes,
                 "owner": model.owner,
                 "arch": row.arch,

@@ -79,7 +79,7 @@ def pull(
     """
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     resolved = catalog.resolve(model, settings.store)
-    if resolved.path is not None and resolved.hub is None:
+    if resolved.path is not None:
         _already(resolved, json)
         return
     offer = _offer(resolved, settings, name=name, mmproj=mmproj, force=force)

@@ -2,7 +2,8 @@
 
 A row costs a few tenths of a millisecond the first time (the first bytes of the header) and nothing
 afterwards. Verdicts come from the planner, as many a call as the time allows, the newest models
-first; the others get one from their size, marked as such, and an exact one at a later call.
+first; the others get one from their size, marked as such, and an exact one at a later call. With
+more than MANY models to judge none is planned unless asked for: a list must come at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from edgellm.units import GiB, MiB
 SCHEMA: Final = 1
 # Seconds that exact verdicts may take together in one call.
 PLAN_TIME_S: Final = 0.4
+MANY: Final = 100
 # Memory that is the same for a verdict: plans are not made again for every MiB that comes and goes.
 _GRAIN: Final = 256 * MiB
 # What a model takes beyond its weights, for a verdict from its size alone.
@@ -53,21 +55,21 @@ class Index(msgspec.Struct, kw_only=True):
     rows: dict[str, Row] = {}
 
 
-def rows_of(models: Sequence[LocalModel], devices: Devices) -> list[Row]:
-    """A row for each model, in order."""
+def rows_of(models: Sequence[LocalModel], devices: Devices, *, exact: bool = False) -> list[Row]:
+    """A row for each model, in order. ``exact`` plans for every one, however long it takes."""
     index, machine = _load(), machine_of(devices)
     rows, changed = [], False
     for model in models:
-        row = index.rows.get(str(model.path))
+        row = index.rows.get(model.files[0])
         if row is None or (row.size, row.mtime) != (model.n_bytes, model.mtime):
             row, changed = _peeked(model), True
         if row.machine != machine:
             _judge_by_size(row, devices, machine)
             changed = True
         rows.append(row)
-        index.rows[str(model.path)] = row
-    if _plan_some(models, rows, devices) or changed:
-        listed = {str(model.path) for model in models}
+        index.rows[model.files[0]] = row
+    if _plan_some(models, rows, devices, exact) or changed:
+        listed = {model.files[0] for model in models}
         index.rows = {path: row for path, row in index.rows.items() if path in listed}
         _save(index)
     return rows
@@ -83,9 +85,9 @@ def _peeked(model: LocalModel) -> Row:
     from edgellm.gguf.reader import peek
     from edgellm.gguf.types import FILE_TYPES
 
-    metadata = peek(model.path)
+    metadata = peek(model.files[0])
     arch, file_type = metadata.get("general.architecture"), metadata.get("general.file_type")
-    named = quant_of(model.path.name) or quant_of(model.name.replace(":", "-"))
+    named = quant_of(os.path.basename(model.files[0])) or quant_of(model.name.replace(":", "-"))
     quant = named or (FILE_TYPES.get(file_type, "") if isinstance(file_type, int) else "")
     kind = {"adapter": "lora", "mmproj": "mmproj", "imatrix": "other"}.get(
         str(metadata.get("general.type", "")), "model"
@@ -116,17 +118,19 @@ def _judge_by_size(row: Row, devices: Devices, machine: str) -> None:
         row.verdict = "partial" if gpu else "cpu"
 
 
-def _plan_some(models: Sequence[LocalModel], rows: Sequence[Row], devices: Devices) -> bool:
+def _plan_some(
+    models: Sequence[LocalModel], rows: Sequence[Row], devices: Devices, every: bool
+) -> bool:
     """Exact verdicts for as many as the time allows; whether there was one to make."""
     todo = [i for i, row in enumerate(rows) if row.verdict and not row.exact]
-    if not todo:
+    if not todo or (len(todo) > MANY and not every):
         return False
     from edgellm import library
     from edgellm.errors import EdgeLLMError
 
     started = time.monotonic()
     for i in sorted(todo, key=lambda i: -models[i].mtime):
-        if time.monotonic() - started > PLAN_TIME_S:
+        if not every and time.monotonic() - started > PLAN_TIME_S:
             break
         try:
             known = library.verdict(models[i].path, devices)

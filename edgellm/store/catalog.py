@@ -45,7 +45,8 @@ class HubRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model is: ``path`` when it is on this machine, else ``url`` or ``hub``."""
+    """Where a model is: ``path`` when it is on this machine, else ``url`` or ``hub`` (which is
+    there beside ``path`` when the hub was named)."""
 
     name: str
     path: Path | None = None
@@ -132,14 +133,15 @@ def _hub_name(hub: HubRef) -> str:
 
 def _already_here(remote: ResolvedModel, settings: StoreSettings | None) -> ResolvedModel | None:
     """A file of the hub's cache that a reference names for certain: same repository, same file
-    or quantisation, no revision asked for."""
+    or quantisation (or the only one that is here), no revision asked for."""
     hub = remote.hub
-    if hub is None or hub.revision is not None or not (hub.file or hub.quant):
+    if hub is None or hub.revision is not None:
         return None
-    for model in local.list_models(settings):
-        if model.ref is not None and _same(hub, model.ref):
-            return _local(model)
-    return None
+    refs = [(m, m.ref) for m in local.list_models(settings) if m.ref is not None]
+    found = [model for model, ref in refs if _same(hub, ref)]
+    if not found or (len(found) > 1 and not (hub.file or hub.quant)):
+        return None
+    return msgspec.structs.replace(_local(found[0]), hub=hub)
 
 
 def _same(hub: HubRef, ref: str) -> bool:
@@ -147,6 +149,8 @@ def _same(hub: HubRef, ref: str) -> bool:
     if not ref.lower().startswith(prefix):
         return False
     file = ref[len(prefix) :]
+    if hub.file is None and hub.quant is None:
+        return True
     if hub.file:
         return file == hub.file or display_name(file) == display_name(hub.file)
     return quant_of(file) == (hub.quant or "").upper()

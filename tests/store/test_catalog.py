@@ -100,6 +100,14 @@ def test_a_hub_reference_to_a_file_that_is_here_is_that_file(home: Path) -> None
     assert resolve("hf:ann/tiny-GGUF:Q8_0@v2").path is None
 
 
+def test_a_repository_of_which_one_model_is_here_is_that_model(home: Path) -> None:
+    cache = home / ".cache/huggingface/hub"
+    link = layouts.hf(cache, "ann/tiny-GGUF", "tiny-Q8_0.gguf")
+    assert resolve("hf:ann/tiny-GGUF").path == link
+    layouts.hf(cache, "ann/tiny-GGUF", "tiny-Q4_0.gguf")
+    assert resolve("hf:ann/tiny-GGUF").path is None
+
+
 def test_another_address_is_a_url() -> None:
     found = resolve("https://example.org/models/x-Q4_0.gguf?sig=1")
     assert (found.url, found.name, found.source) == (

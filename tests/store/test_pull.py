@@ -213,6 +213,17 @@ def test_a_resumed_download_asks_only_for_what_is_missing(home: Path, hub: HubSe
     assert hub.n_sent == len(hub.files[REPO]["tiny-Q4_K_M.gguf"])
 
 
+def test_a_very_large_file_comes_in_pieces(
+    home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 100_000)
+    pull()
+    assert_right(home, hub)
+    assert [asked.range for asked in hub.data_requests()] == [
+        *("bytes=0-99999", "bytes=100000-199999", "bytes=200000-299999", "bytes=300000-"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("trouble", "message", "hint"),
     [
