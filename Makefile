@@ -9,7 +9,7 @@ export CMAKE_ARGS ?= -DGGML_RPC=ON
 # Test files side by side, each whole in one process; one worker a core.
 PYTEST_ARGS ?= -n auto --dist loadfile
 
-.PHONY: demo test lint types check docs packaging dist audit clean
+.PHONY: demo test lint types check generate docs packaging dist audit clean
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -46,9 +46,12 @@ types: $(VENV)/.installed
 
 check: lint types docs packaging dist test
 
-docs: $(VENV)/.installed $(VENV)/.tools
-	$(BIN)/python docs/reference.py --check
-	$(BIN)/mkdocs build --quiet --strict
+# Completions, manual page and reference pages, from the command line itself.
+generate: $(VENV)/.installed
+	$(BIN)/python packaging/generate.py
+
+docs: $(VENV)/.tools
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 packaging: $(VENV)/.installed $(VENV)/.tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" packaging/check.sh

@@ -1,1 +1,1 @@
-"""."""
+"""Measure honestly: load drivers, statistics, the archive of runs, tuning, quality."""

