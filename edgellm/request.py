@@ -61,6 +61,15 @@ def control(text: str) -> str:
     return f"{CONTROL_OPEN}{text}{CONTROL_CLOSE}"
 
 
+UNTIL_OPEN: Final = "\ue002"
+
+
+def until(rule: str, text: str) -> str:
+    """How a LARK grammar writes the rule ``rule``: any text up to the marker ``text`` and the
+    marker itself, be it a control token or spelled out."""
+    return f"{UNTIL_OPEN}{rule}={text}{CONTROL_CLOSE}"
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What the text of a sequence must match."""
 

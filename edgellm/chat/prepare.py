@@ -95,9 +95,10 @@ def prepare_chat(
     source = templates.choose(model, template, with_tools=plan.mode != "none")
     caps = find_caps(source)
     render = _renderer(model, source, plan, caps, extra)
+    offered = _offer_generic(conversation, plan, caps)
     is_continued = continue_final_message and conversation[-1]["role"] == "assistant"
     fitted, prompt = _fit_and_render(
-        _offer_generic(conversation, plan, caps),
+        offered,
         caps,
         render,
         open_turn=add_generation_prompt and not is_continued,
@@ -118,8 +119,18 @@ def prepare_chat(
         grammar=build_grammar(plan, shape, wanted),
         warnings=plan.warnings,
         new_parser=_parser_maker(thinking, shape, plan),
-        find_turns=lambda: turns.find(prompt, fitted, render, model.bos_text),
+        find_turns=lambda: turns.find(
+            prompt,
+            fitted,
+            render,
+            model.bos_text,
+            keeps_first=_n_system(offered) > 0 and _n_system(fitted) == 0,
+        ),
     )
+
+
+def _n_system(messages: list[Message]) -> int:
+    return sum(message["role"] in ("system", "developer") for message in messages)
 
 
 def _extra(effort: str | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

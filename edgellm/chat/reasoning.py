@@ -12,7 +12,7 @@ from typing import Any, Final
 from edgellm.chat.deltas import Delta
 from edgellm.chat.tool_parsers import Family, Tools
 from edgellm.chat.tool_parsers.stream import Steps, Stream
-from edgellm.request import control
+from edgellm.request import control, until
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -31,11 +31,8 @@ class Thinking:
         return tail.endswith(self.open) and tail.rfind(self.open) > tail.rfind(self.close)
 
     def rule(self) -> str:
-        """LARK ``think``: one stretch of thinking. Its text holds no two first characters of
-        ``close``, which makes the end certain whether that is a token or spelled."""
-        a, b = (f"\\{c}" if c in "[]/|\\^" else c for c in self.close[:2])
-        text = f"/([^{a}]|{a}[^{b}])*/"
-        return f"think: {control(self.open)} {text} {control(self.close)} /\\s*/"
+        """LARK ``think``: one stretch of thinking and the white space behind it."""
+        return f"think: {control(self.open)} thought /\\s*/\n{until('thought', self.close)}"
 
 
 DEFAULT: Final = Thinking("<think>", "</think>")

@@ -31,12 +31,15 @@ class Turns:
     n_keep_chars: int = 0
 
 
-def find(prompt: str, messages: list[Message], render: Render, bos: str) -> Turns:
+def find(
+    prompt: str, messages: list[Message], render: Render, bos: str, *, keeps_first: bool = False
+) -> Turns:
     """Turns of ``prompt``, which ``render(messages, ...)`` gave (a doubled BOS and an open end
-    may have been cut)."""
+    may have been cut). ``keeps_first``: the first turn carries the system prompt and stays."""
+    has_parts = any(isinstance(message["content"], list) for message in messages)
     try:
         marked = render([_marked(message) for message in messages], True)
-        header = _user_header(render)
+        header = _user_header(render, has_parts=has_parts)
     except InvalidRequestError:
         return Turns()
     while bos and marked.startswith(bos + bos):
@@ -51,15 +54,27 @@ def find(prompt: str, messages: list[Message], render: Render, bos: str) -> Turn
         start = _header_start(prompt, at, header)
         if start is not None:
             starts.append(start)
+    if keeps_first:
+        del starts[:1]
     return Turns(tuple(starts), starts[0] if starts else 0)
 
 
 def _marked(message: Message) -> Message:
     content = message["content"]
-    if message["role"] != "user" or not isinstance(content, str) or not content.strip():
+    if message["role"] != "user":
         return message
-    space = len(content) - len(content.lstrip())
-    return {**message, "content": content[:space] + _MARK + content[space:]}
+    if isinstance(content, str):
+        return {**message, "content": _mark(content)}
+    first = content[0] if content else {}
+    if not isinstance(first.get("text"), str):
+        return message
+    return {**message, "content": [{**first, "text": _mark(first["text"])}, *content[1:]]}
+
+
+def _mark(text: str) -> str:
+    """The mark before the first letter: templates trim white space before it."""
+    space = len(text) - len(text.lstrip())
+    return text[:space] + _MARK + text[space:] if text.strip() else text
 
 
 def _header_start(prompt: str, at: int, header: str) -> int | None:
@@ -72,10 +87,11 @@ def _header_start(prompt: str, at: int, header: str) -> int | None:
     return None
 
 
-def _user_header(render: Render) -> str | None:
+def _user_header(render: Render, *, has_parts: bool) -> str | None:
     """What the template writes before a user's text, from the end of the answer before it."""
-    user = {"role": "user", "content": _PROBE}
-    answer = {"role": "assistant", "content": _PROBE}
+    content = [{"type": "text", "text": _PROBE}] if has_parts else _PROBE
+    user = {"role": "user", "content": content}
+    answer = {"role": "assistant", "content": content}
     parts = render([user, answer, user], False).split(_PROBE)
     closed = render([user, answer], False).split(_PROBE)
     if len(parts) != 4 or len(closed) != 3:

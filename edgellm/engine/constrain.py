@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from edgellm.errors import InvalidRequestError
-from edgellm.request import CONTROL_CLOSE, CONTROL_OPEN, Grammar, GrammarKind
+from edgellm.request import CONTROL_CLOSE, CONTROL_OPEN, UNTIL_OPEN, Grammar, GrammarKind
 
 MAX_GRAMMAR_CHARS: Final = 1 << 20
 # llguidance's compiler recurses along chains of rules and references, about 4 KiB of stack each;
@@ -39,6 +39,7 @@ MAX_LOCATE: Final = 500
 _SPECIAL_MARK: Final = b"\xff"
 _CONTROL: Final = re.compile(f"{CONTROL_OPEN}([^{CONTROL_CLOSE}]*){CONTROL_CLOSE}")
 _stack_lock: Final = threading.Lock()
+_UNTIL: Final = re.compile(f"{UNTIL_OPEN}(\\w+)=([^{CONTROL_CLOSE}]*){CONTROL_CLOSE}")
 _NONZERO: Final = re.compile(rb"[^\0]")
 _BITS: Final = tuple(tuple(b for b in range(8) if n >> b & 1) for n in range(256))
 
@@ -159,12 +160,19 @@ class ConstraintFactory:
             return str(LLMatcher.grammar_from_regex(text))
         if kind is GrammarKind.GBNF:
             return str(LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
+        text = _UNTIL.sub(self._until, text)
         return str(LLMatcher.grammar_from_lark(_CONTROL.sub(self._control, text)))
 
     def _control(self, match: re.Match[str]) -> str:
         """A marker is the control token of that text, or the text when the model has none."""
         token = self._ids.get(match[1])
         return json.dumps(match[1], ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    def _until(self, match: re.Match[str]) -> str:
+        """Text before a control token ends at it by itself; a spelled marker must be the end of
+        the text's own lexeme, the shortest that fits."""
+        kind = "" if match[2] in self._ids else "[lazy]"
+        return f"{match[1]}{kind}: /(?s:.*)/ {CONTROL_OPEN}{match[2]}{CONTROL_CLOSE}"
 
 
 class Constraint:

@@ -15,7 +15,7 @@ from typing import Final
 
 from edgellm.chat.tool_parsers.family import Family, Tools, choice, json_schema, literal
 from edgellm.chat.tool_parsers.stream import Steps, Stream, stream_value
-from edgellm.request import control
+from edgellm.request import control, until
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"
@@ -59,11 +59,9 @@ def _body(s: Stream, header: str) -> Steps[None]:
 
 
 def analysis() -> str:
-    """LARK: a stretch of thinking, then the start of the next message."""
-    return (
-        f'think: {control(CHANNEL)} "analysis" {control(MESSAGE)} /(?s:.*)/ {control(END)} '
-        f'{control(START)} "assistant"'
-    )
+    """LARK ``think``: a stretch of thinking, then the start of the next message."""
+    head = f'{control(CHANNEL)} "analysis" {control(MESSAGE)}'
+    return f'think: {head} thought {control(START)} "assistant"\n{until("thought", END)}'
 
 
 def rules(tools: Tools, parallel: bool) -> str:
