@@ -11,7 +11,7 @@ import msgspec
 from edgellm.config import Settings
 from edgellm.devices import Devices
 from edgellm.errors import DoesNotFitError, DownloadError, GGUFError
-from edgellm.gguf.reader import GGUFFile, read_gguf
+from edgellm.gguf.reader import GGUFFile, parse_header, read_gguf
 from edgellm.gguf.remote import read_gguf_url
 from edgellm.gguf.shape import model_shape
 from edgellm.planner.fit import make_plan
@@ -40,6 +40,8 @@ def find_header(ref: str, settings: Settings, devices: Devices | None = None) ->
     """The header of any model: here, at an address, or on the hub (a few MiB are fetched at most).
 
     A repository without a quantisation gives the one that ``pull`` would choose for ``devices``.
+    When the hub cannot be asked, some models of the catalog have a header that comes with edgellm
+    (a Q4_K_M, whatever was asked for).
     """
     resolved = catalog.resolve(ref, settings.store)
     if resolved.path is not None:
@@ -48,7 +50,13 @@ def find_header(ref: str, settings: Settings, devices: Devices | None = None) ->
         return read_gguf_url(resolved.url)
     if resolved.hub is None:
         raise DownloadError(f"{ref}: no address is known for it")
-    return hub_header(resolved.hub, settings, devices)
+    try:
+        return hub_header(resolved.hub, settings, devices)
+    except DownloadError:
+        shipped = catalog.shipped_header(resolved.hub.repo)
+        if shipped is None:
+            raise
+        return parse_header(shipped, path=f"hf:{resolved.hub.repo}")
 
 
 def hub_header(ref: HubRef, settings: Settings, devices: Devices | None) -> GGUFFile:

@@ -14,10 +14,10 @@ from edgellm.cli.quantize import requantized
 from edgellm.config import Settings
 from edgellm.devices import Devices, Host, imagine
 from edgellm.engine.quantize import TensorDone
-from edgellm.errors import DoesNotFitError
+from edgellm.errors import DoesNotFitError, DownloadError
 from edgellm.gguf.file import GGUFFile
 from edgellm.gguf.reader import parse_header
-from edgellm.store.catalog import HubRef
+from edgellm.store.catalog import HubRef, entries, shipped_header
 from edgellm.store.files import Choice, Listing, Remote
 from edgellm.units import GiB
 from tests.hub_server import Hollow, HubServer, hub_server
@@ -141,3 +141,26 @@ def test_a_url_is_planned_too(hub: HubServer) -> None:
 
 def test_the_starters_header_is_its_files() -> None:
     assert library.find_header("starter", Settings()).quant == "Q4_1"
+
+
+def test_without_a_network_some_catalog_models_are_planned_from_a_shipped_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = library.find_header("qwen3-8b", Settings())
+    assert (file.arch, file.quant) == ("qwen3", "Q4_K_M")
+    assert file.file_bytes == header("qwen3-8b")[1]
+    with pytest.raises(DownloadError, match="offline"):
+        library.find_header("magistral-small", Settings())
+
+
+def test_shipped_headers_have_the_numbers_of_their_entries() -> None:
+    with_header = [entry for entry in entries() if entry.header is not None]
+    assert len(with_header) >= 10
+    for entry in with_header:
+        shipped = shipped_header(entry.repo)
+        assert shipped is not None
+        file = parse_header(shipped)
+        assert file.arch == entry.arch
+        assert file.metadata[f"{file.arch}.block_count"] == entry.n_layer
+        assert file.metadata[f"{file.arch}.embedding_length"] == entry.n_embd

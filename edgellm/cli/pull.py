@@ -79,7 +79,7 @@ def pull(
     """
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     resolved = catalog.resolve(model, settings.store)
-    if resolved.path is not None:
+    if resolved.path is not None and _is_sound(resolved.path):
         _already(resolved, json)
         return
     offer = _offer(resolved, settings, name=name, mmproj=mmproj, force=force)
@@ -89,11 +89,23 @@ def pull(
     _done(_fetch(offer.order, settings, json), json)
 
 
+def _is_sound(path: Path) -> bool:
+    """Whether a file that is here may be called so; a damaged one is fetched again."""
+    try:
+        check_file(path)
+    except GGUFError as error:
+        print(f"what is here is damaged: {error.message}", file=sys.stderr)
+        return False
+    return True
+
+
 def _already(resolved: ResolvedModel, as_json: bool) -> None:
     if as_json:
         emit("complete", name=resolved.name, path=str(resolved.path), fetched=0)
     else:
         print(f"{resolved.name} is here already: {resolved.path}")
+        if resolved.hub is not None:
+            print(f"  for another quantisation: edgellm pull hf:{resolved.hub.repo}:QUANT")
 
 
 def _offer(

@@ -203,6 +203,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     license: str | None = None
     template: str | None = None
     """What to know about its chat template."""
+    header: str | None = None
+    """A header that comes with edgellm (models/headers): a Q4_K_M of this architecture."""
     arch: str | None = None
     n_layer: int | None = None
     n_embd: int | None = None
@@ -229,6 +231,15 @@ def entries() -> list[Entry]:
         return msgspec.convert(data.get("model", []), list[Entry])
     except (OSError, ValueError, msgspec.ValidationError) as error:
         raise StoreError(f"{path}: {error}") from error
+
+
+def shipped_header(repo: str) -> bytes | None:
+    """The header that comes with edgellm for the catalog's model in ``repo``, if there is one."""
+    for entry in entries():
+        if entry.repo == repo and entry.header is not None:
+            path = paths.shipped("models") / "headers" / f"{entry.header}.gguf-header"
+            return path.read_bytes() if path.is_file() else None
+    return None
 
 
 def entry_ref(name: str) -> HubRef | None:

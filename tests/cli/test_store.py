@@ -113,6 +113,15 @@ def test_pull_of_what_is_here_fetches_nothing(capsys: Captured) -> None:
     assert "is here already" in capsys.readouterr().out
 
 
+def test_pull_mends_what_is_here_but_cut(hub: HubServer, home: Path, capsys: Captured) -> None:
+    assert main(["pull", f"hf:{REPO}:Q4_1"]) == 0
+    blob = next((home / ".cache/huggingface/hub").glob("*/blobs/*"))
+    os.truncate(blob, 50 * MiB)
+    assert main(["pull", f"hf:{REPO}:Q4_1"]) == 0
+    assert "what is here is damaged" in capsys.readouterr().err
+    assert blob.read_bytes() == hub.files[REPO]["tiny-Q4_1.gguf"]
+
+
 def test_pull_of_nonsense_has_the_documented_exit_codes(hub: HubServer) -> None:
     assert main(["pull", "hf:ann/nothing"]) == 3
     assert main(["pull", "no-such-name"]) == 3
