@@ -26,7 +26,7 @@ from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.prefix import common_prefix
 from edgellm.engine.quantize import QuantizeJob
-from edgellm.engine.sampling import has_penalties, needs_all_logits
+from edgellm.engine.sampling import candidates_needed, has_penalties, needs_all_logits
 from edgellm.errors import ConfigError, DoesNotFitError, EngineError, GGUFError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanParams
 from edgellm.request import Pooling, SamplingParams, TokenLogprob, TopLogprob
@@ -208,9 +208,12 @@ class _Batch:
         self.seq = array("i", zeros)
         self.out = bytearray(n)
         self._n_seq = array("i", [1]) * n
+        self.n_rows = 0
         seq_at = self.seq.buffer_info()[0]
         self._seq_ptrs = array("Q", [seq_at + 4 * i for i in range(n)])
         self.no_out = bytes(n)
+        self.places: dict[int, int] | None = None
+        """Batch index -> row of logits; None: the same."""
         self.struct = lib.llama_batch()
         batch = self.struct
         i32 = ctypes.POINTER(ctypes.c_int32)
@@ -225,7 +228,8 @@ class _Batch:
     def fill(self, spans: Sequence[Span]) -> None:
         """Write the spans one after another."""
         token, pos, seq, out = self.token, self.pos, self.seq, self.out
-        at = 0
+        at = n_rows = 0
+        places = {}
         for seq_id, start, tokens, n_out in spans:
             n = len(tokens)
             if n == 1:
@@ -240,13 +244,18 @@ class _Batch:
                 seq[at:end] = array("i", [seq_id]) * n
                 out[at:end] = self.no_out[: n - n_out] + b"\1" * n_out
             at += n
+            for i in range(at - n_out, at):
+                places[i] = n_rows
+                n_rows += 1
+        self.places = None if n_rows == at else places
+        self.n_rows = n_rows
         self.struct.n_tokens = at
 
 
 class LlamaSampler:
     """A chain of llama.cpp's samplers; ``chain`` is None for plain greedy."""
 
-    __slots__ = ("attached", "chain", "is_finished", "params", "plain_ban")
+    __slots__ = ("attached", "chain", "needed", "params", "plain_ban")
 
     def __init__(self, params: SamplingParams, *, attached: bool) -> None:
         self.params = params
@@ -254,7 +263,8 @@ class LlamaSampler:
         self.chain: int | None = None
         self.plain_ban = False
         """The chain's first sampler forbids end tokens, until allow_end takes it out."""
-        self.is_finished = False
+        self.needed = 0
+        """Highest logits that decide exactly; 0: all."""
 
 
 class LlamaBackend:
@@ -278,6 +288,8 @@ class LlamaBackend:
         self._batch = _Batch(self.limits.n_batch)
         self._piece_buffer = ctypes.create_string_buffer(256)
         self._vocabulary: list[bytes] | None = None
+        # How far below the highest logit candidates are looked for; follows what is found.
+        self._near = 8.0
         self._greedy = self._chain([lib.llama_sampler_init_greedy()])
         n_threads = options.sample_threads or min(8, max(1, plan.params.n_threads))
         self._n_threads = n_threads
@@ -558,6 +570,9 @@ class LlamaBackend:
         top_k = self.limits.attached_top_k
         attached = top_k > 0 and not needs_all_logits(params, top_k)
         sampler = LlamaSampler(params, attached=attached)
+        sampler.needed = candidates_needed(params)
+        if sampler.needed:
+            sampler.needed += len(self.info.eog_ids) + len(params.stop_token_ids)
         parts = self._parts(params, seed)
         if params.min_tokens and not params.ignore_eos:
             parts.insert(0, self._bias(dict.fromkeys(self._ends(params), FORBIDDEN)))
@@ -627,15 +642,104 @@ class LlamaBackend:
 
     def sample(self, rows: Sequence[int], samplers: Sequence[Any]) -> list[int]:
         out = [0] * len(rows)
+        greedy: list[int] = []
+        filtered: list[int] = []
         chained: list[int] = []
         for i, sampler in enumerate(samplers):
-            if sampler.chain is not None or sampler.attached:
+            if sampler.attached:
                 chained.append(i)
+            elif sampler.chain is None:
+                greedy.append(i)
             else:
-                out[i] = int(self._row(rows[i]).argmax())
+                (filtered if sampler.needed else chained).append(i)
+        if greedy or filtered:
+            self._sample_filtered(rows, samplers, greedy, filtered, out)
         if chained:
             self._sample_chains(rows, samplers, chained, out)
         return out
+
+    def _sample_filtered(
+        self,
+        rows: Sequence[int],
+        samplers: Sequence[Any],
+        greedy: list[int],
+        filtered: list[int],
+        out: list[int],
+    ) -> None:
+        """Rows that their highest logits decide: found in parallel, a share of rows a thread."""
+        logits = self._matrix()
+        places = self._batch.places
+        at = rows if places is None else [places[row] for row in rows]
+
+        def argmax(part: list[int]) -> None:
+            for i, token in zip(part, _rows(logits, [at[i] for i in part]).argmax(1), strict=True):
+                out[i] = int(token)
+
+        def choose(part: list[int]) -> None:
+            some = _rows(logits, [at[i] for i in part])
+            for i, token in zip(part, self._filter([samplers[i] for i in part], some), strict=True):
+                out[i] = token
+
+        jobs = [(argmax, part) for part in self._shares(greedy)]
+        jobs += [(choose, part) for part in self._shares(filtered)]
+        others = [self._pool.submit(f, part) for f, part in jobs[1:]] if self._pool else []
+        for f, part in jobs[:1] if self._pool else jobs:
+            f(part)
+        for other in others:
+            other.result()
+
+    def _shares(self, which: list[int]) -> list[list[int]]:
+        """Consecutive rows for each thread; a row alone is not worth a thread."""
+        n = max(2, -(-len(which) // self._n_threads))
+        return [which[i : i + n] for i in range(0, len(which), n)]
+
+    def _matrix(self) -> Any:
+        address = ctypes.cast(lib.llama_get_logits(self._ctx), ctypes.c_void_p).value
+        if address is None:
+            raise EngineError("the last step has no logits")
+        n = self._batch.n_rows * self.n_vocab
+        data: Any = (ctypes.c_float * n).from_address(address)
+        return np.frombuffer(data, np.float32).reshape(self._batch.n_rows, self.n_vocab)
+
+    def _filter(self, samplers: Sequence[Any], logits: Any) -> list[int]:
+        """Chains applied to the logits near each row's highest: two passes over the row, where a
+        chain alone would first copy all of it into candidates of 12 bytes each."""
+        n_vocab = self.n_vocab
+        near = self._near
+        lowest = logits.max(1) - near
+        flat = np.flatnonzero(logits >= lowest[:, None])
+        ends = np.searchsorted(flat, np.arange(1, len(samplers) + 1) * n_vocab)
+        candidates = np.empty(len(flat), _CANDIDATE)
+        candidates["id"] = flat % n_vocab
+        candidates["logit"] = logits.ravel()[flat]
+        base = candidates.ctypes.data
+        out, start = [], 0
+        data = lib.llama_token_data_array()
+        for i, (sampler, end) in enumerate(zip(samplers, ends.tolist(), strict=True)):
+            if end - start < sampler.needed:
+                self._near = near * 1.5
+                out.append(self._widen(sampler, logits[i], near * 2))
+            else:
+                out.append(
+                    _apply(data, sampler.chain, base + start * _CANDIDATE.itemsize, end - start)
+                )
+                if end - start > 32 * sampler.needed:
+                    self._near = near * 0.8
+            start = end
+        return out
+
+    def _widen(self, sampler: Any, row: Any, near: float) -> int:
+        """A row with too few logits near its highest: look further down until there are enough."""
+        top = row.max()
+        while True:
+            ids = np.flatnonzero(row >= top - near)
+            if len(ids) >= min(sampler.needed, self.n_vocab) or not np.isfinite(near):
+                break
+            near *= 2
+        candidates = np.empty(len(ids), _CANDIDATE)
+        candidates["id"], candidates["logit"] = ids, row[ids]
+        data = lib.llama_token_data_array()
+        return _apply(data, sampler.chain, candidates.ctypes.data, len(ids))
 
     def _sample_chains(
         self, rows: Sequence[int], samplers: Sequence[Any], which: list[int], out: list[int]
@@ -676,16 +780,9 @@ class LlamaBackend:
         if not len(ids):
             raise EngineError("the grammar allows no token")
         candidates = np.empty(len(ids), _CANDIDATE)
-        candidates["id"], candidates["logit"], candidates["p"] = ids, logits[ids], 0.0
-        data = lib.llama_token_data_array()
-        data.data = ctypes.cast(candidates.ctypes.data, lib.llama_token_data_p)
-        data.size, data.selected, data.sorted = len(ids), -1, False
+        candidates["id"], candidates["logit"] = ids, logits[ids]
         chain = self._greedy if sampler.chain is None else sampler.chain
-        lib.llama_sampler_apply(chain, ctypes.byref(data))
-        token = int(data.data[data.selected].id)
-        if sampler.chain is not None:
-            lib.llama_sampler_accept(chain, token)
-        return token
+        return _apply(lib.llama_token_data_array(), chain, candidates.ctypes.data, len(ids))
 
     def _row(self, row: int) -> Any:
         pointer = lib.llama_get_logits_ith(self._ctx, row)
@@ -862,6 +959,24 @@ class _Drafter:
     def _argmax(self, row: int) -> int:
         pointer = lib.llama_get_logits_ith(self._ctx, row)
         return int(np.ctypeslib.as_array(pointer, (self._n_vocab,)).argmax())
+
+
+def _rows(matrix: Any, which: list[int]) -> Any:
+    """Rows of a matrix: a view when they follow one another."""
+    first, n = which[0], len(which)
+    if which == list(range(first, first + n)):
+        return matrix[first : first + n]
+    return matrix[which]
+
+
+def _apply(data: Any, chain: Any, address: int, n: int) -> int:
+    """What a chain chooses of ``n`` candidates at an address; the chain remembers it."""
+    data.data = ctypes.cast(address, lib.llama_token_data_p)
+    data.size, data.selected, data.sorted = n, -1, False
+    lib.llama_sampler_apply(chain, ctypes.byref(data))
+    token = int(data.data[data.selected].id)
+    lib.llama_sampler_accept(chain, token)
+    return token
 
 
 def _scaled(vector: Any, normalize: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from edgellm.request import SamplingParams
 
 
@@ -22,6 +24,30 @@ def needs_all_logits(params: SamplingParams, top_k: int) -> bool:
     if params.top_k > top_k:
         return True
     return params.top_k == 0 and (params.min_p < 0.02 or params.temperature > 1.5)
+
+
+MAX_FILTERED: Final = 1024
+
+
+def candidates_needed(params: SamplingParams) -> int:
+    """How many of the highest logits decide the choice exactly; 0 when all of them do.
+
+    With top_k everything after it sees k tokens. Penalties and negative biases before it can only
+    push down the tokens they name: as many more candidates make up for them. What can lift a
+    token from anywhere needs all.
+    """
+    if params.temperature > 0.0 and not 0 < params.top_k <= MAX_FILTERED:
+        return 0
+    if any(bias > 0 for bias in params.logit_bias.values()):
+        return 0
+    k = 1 if params.temperature == 0.0 else params.top_k
+    if has_penalties(params):
+        lifts = min(params.presence_penalty, params.frequency_penalty, params.repeat_penalty - 1.0)
+        if lifts < 0.0 or params.repeat_last_n < 0:
+            return 0
+        k += params.repeat_last_n
+    k += len(params.logit_bias)
+    return k if k <= 2 * MAX_FILTERED else 0
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -1,0 +1,84 @@
+"""Choosing from the highest logits alone gives the token that all logits would have given."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from edgellm.engine.backend import Span
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.sampling import candidates_needed, needs_all_logits
+from edgellm.request import SamplingParams
+from tests.engine.starter import starter_plan
+
+llama = pytest.importorskip("edgellm.engine.llama", reason="the engine is not installed")
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[llama.LlamaBackend]:
+    plan = starter_plan(n_seq_max=8, n_outputs_max=8)
+    backend = llama.load(plan, EngineOptions(warmup=False), lambda progress: None)
+    yield backend
+    backend.close()
+
+
+def random_params(numbers: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=numbers.choice([0.0, 0.7, 1.3]),
+        top_k=numbers.choice([1, 40, 200]),
+        top_p=numbers.choice([0.5, 0.95, 1.0]),
+        min_p=numbers.choice([0.0, 0.05]),
+        typical_p=numbers.choice([1.0, 0.9]),
+        repeat_penalty=numbers.choice([1.0, 1.2]),
+        presence_penalty=numbers.choice([0.0, 0.5]),
+        logit_bias=numbers.choice([{}, {5: -3.0, 28: -100.0}]),
+        min_tokens=numbers.choice([0, 5]),
+    )
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("near", [0.01, 8.0, 1000.0])
+def test_filtered_choices_equal_the_whole_chains(backend: llama.LlamaBackend, near: float) -> None:
+    numbers = random.Random(3)
+    for trial in range(6):
+        backend._near = near
+        spans = []
+        for slot in range(8):
+            backend.seq_rm(slot, 0)
+            n = numbers.choice([1, 3, 6])
+            tokens = array("i", [numbers.randrange(49000) for _ in range(n)])
+            spans.append(Span(slot, 0, tokens, 1))
+        assert backend.decode(spans) == 0
+        ends = [sum(len(s.tokens) for s in spans[: i + 1]) - 1 for i in range(8)]
+        params = [random_params(numbers) for _ in range(8)]
+        fast, whole = (
+            [backend.make_sampler(p, trial * 9 + i, spans[i].tokens) for i, p in enumerate(params)]
+            for _ in range(2)
+        )
+        for sampler in whole:
+            sampler.needed = 0
+        assert backend.sample(ends, fast) == backend.sample(ends, whole)
+        for sampler in [*fast, *whole]:
+            backend.free_sampler(sampler)
+
+
+def test_what_can_lift_a_token_from_anywhere_needs_every_logit() -> None:
+    assert candidates_needed(SamplingParams()) == 40
+    assert candidates_needed(SamplingParams(temperature=0.0)) == 1
+    assert candidates_needed(SamplingParams(top_k=0)) == 0
+    assert candidates_needed(SamplingParams(presence_penalty=-0.5)) == 0
+    assert candidates_needed(SamplingParams(repeat_penalty=0.9)) == 0
+    assert candidates_needed(SamplingParams(logit_bias={3: 1.0})) == 0
+    assert candidates_needed(SamplingParams(repeat_penalty=1.1)) == 40 + 64
+
+
+def test_candidates_are_too_few_for_logprobs_grammars_and_wide_distributions() -> None:
+    assert not needs_all_logits(SamplingParams(), 128)
+    assert needs_all_logits(SamplingParams(logprobs=0), 128)
+    assert needs_all_logits(SamplingParams(logit_bias={3: 1.0}), 128)
+    assert needs_all_logits(SamplingParams(top_k=200), 128)
+    assert needs_all_logits(SamplingParams(top_k=0, min_p=0.0), 128)
+    assert not needs_all_logits(SamplingParams(logprobs=0), 0)
