@@ -32,7 +32,7 @@ $(VENV)/.tools: pyproject.toml $(VENV)/.python
 
 demo: $(VENV)/.installed
 	$(BIN)/edgellm plan starter
-	$(BIN)/edgellm chat starter --stats -p 'In one sentence: what is the capital of France known for?'
+	$(BIN)/edgellm chat starter --stats --temperature 0 -p 'What is the capital of France?'
 
 test: $(VENV)/.installed
 	$(BIN)/pytest $(PYTEST_ARGS)
