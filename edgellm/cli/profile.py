@@ -2,12 +2,89 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from typing import Any
+
+import msgspec
 from cyclopts import App
 
+from edgellm import config, paths
 from edgellm.bench.archive import Archive
 from edgellm.bench.profiles import rollback as rollback_
+from edgellm.config import ProfileFile
 
 app = App(name="profile")
+
+
+@app.command
+def ls(*, json: bool = False) -> None:
+    """List the profiles: those that come with edgellm, and your own.
+
+    Example: `edgellm profile ls`
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    in_use = config.load().settings.profile
+    found = [config.read_profile(name) for name in sorted(config.list_profiles(), key=_by_size)]
+    if json:
+        _print_json([_as_json(profile, in_use) for profile in found])
+        return
+    width = max((len(profile.name) for profile in found), default=0)
+    for profile in found:
+        mark = "*" if profile.name == in_use else " "
+        about = " - ".join(str(profile.about[k]) for k in ("title", "for") if k in profile.about)
+        own = "" if profile.path.parent == paths.shipped("profiles") else "  (yours)"
+        print(f"{mark} {profile.name:<{width}}  {about}{own}")
+
+
+@app.command
+def show(name: str, /, *, json: bool = False) -> None:
+    """Print what a profile sets, and why.
+
+    Example: `edgellm profile show 6gb`
+
+    Parameters
+    ----------
+    name
+        A name that `edgellm profile ls` prints.
+    json
+        Print JSON.
+    """
+    profile = config.read_profile(name)
+    if json:
+        _print_json(_as_json(profile, config.load().settings.profile))
+        return
+    print(f"{profile.about.get('title', name)}  ({profile.path})")
+    if "for" in profile.about:
+        print(profile.about["for"])
+    for key, value in profile.values.items():
+        print(f"{key} = {value}")
+        if key in profile.reasons:
+            print(f"    {profile.reasons[key]}")
+
+
+@app.command
+def use(name: str, /) -> None:
+    """Use a profile from now on; none takes it away. Flags and config.toml still win over it.
+
+    Example: `edgellm profile use 6gb`
+
+    Parameters
+    ----------
+    name
+        A name that `edgellm profile ls` prints, or none.
+    """
+    if name == "none":
+        print(f"no profile any more  in {config.set_in_file('profile', None)}")
+        return
+    profile = config.read_profile(name)
+    config.load({"profile": name})
+    path = config.set_in_file("profile", profile.name)
+    print(f"profile = {name}  in {path}")
 
 
 @app.command
@@ -24,3 +101,25 @@ def rollback(name: str | None = None, /) -> None:
     found, path, still_there = rollback_(Archive(), name)
     state = "is as it was before" if still_there else "is gone: there was none before"
     print(f"{found} {state} ({path})")
+
+
+def _by_size(name: str) -> tuple[str, int, str]:
+    """4gb before 12gb."""
+    head = re.match(r"(\D*)(\d*)", name)
+    number = head[2] if head else ""
+    return head[1] if head else "", int(number or 0), name
+
+
+def _as_json(profile: ProfileFile, in_use: str | None) -> dict[str, Any]:
+    return {
+        "name": profile.name,
+        "path": str(profile.path),
+        "in_use": profile.name == in_use,
+        "about": profile.about,
+        "values": profile.values,
+        "reasons": profile.reasons,
+    }
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")

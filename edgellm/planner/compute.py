@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from edgellm.devices import Gpu
 from edgellm.gguf.shape import LayerShape, ModelShape
@@ -20,6 +21,9 @@ from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams
 from edgellm.planner.sched import HOST_BACKEND, PIPELINE_COPIES, Backend, assign, compute_sizes
+
+NO_GRAPH: Final = (LookupError, ArithmeticError, ValueError, AttributeError, TypeError)
+"""What building a graph of tensors that do not belong together may end in."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,10 @@ def flash_resolves(
     picked = representative(shape, places, experts, host)
 
     def work_out() -> bool:
-        graph = Builder(shape, step, picked, host).build(places[-1], [p for _, p, _ in picked])
+        try:
+            graph = Builder(shape, step, picked, host).build(places[-1], [p for _, p, _ in picked])
+        except NO_GRAPH:
+            return True
         assign(graph, [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND])
         wanted = {f"flash-{il}": place for il, place, _ in picked}
         return all(wanted.get(n.name, n.backend) == n.backend for n in graph.nodes)
@@ -129,13 +136,32 @@ def step_sizes(
     pins = [place if full or step.n_tokens < 32 else None for _, place, _ in picked]
 
     def work_out() -> list[int]:
-        graph = Builder(shape, step, picked, host).build(places[-1], pins)
+        try:
+            graph = Builder(shape, step, picked, host).build(places[-1], pins)
+        except NO_GRAPH:
+            return generic_sizes(shape, step, places, host)
         return compute_sizes(graph, backends, copies=copies)
 
     kinds = tuple((kind_of(shape.layers[il], True), a, b) for il, a, b in picked)
     traits = tuple((b.alignment, b.offloads, b.alloc_size) for b in backends)
     sizes: list[int] = remembered(shape, (step, kinds, places[-1], full, copies, traits), work_out)
     return sizes
+
+
+def generic_sizes(shape: ModelShape, step: Step, places: Sequence[int], host: int) -> list[int]:
+    """What any transformer needs: logits, a few hidden states, a mask. For tensors that make no
+    graph we know: a file with some missing, or of a new kind."""
+    widest = max((max(x.n_ff, x.n_head * x.head_k) for x in shape.layers), default=0)
+    hidden = 4 * step.n_tokens * (4 * shape.n_embd + 3 * widest)
+    mask = step.n_tokens * step.cells * (2 if step.flash else 4)
+    logits = 4 * step.n_outputs * shape.n_vocab
+    scores = 0
+    if not step.flash:
+        heads = max((x.n_head for x in shape.layers), default=0)
+        scores = 2 * 4 * step.n_tokens * step.cells * heads
+    need = max(hidden + mask + scores, logits + 4 * step.n_tokens * shape.n_embd)
+    sizes = [need if i in places else 0 for i in range(host)]
+    return [*sizes, need if host in places or not sizes else mask + hidden // 4]
 
 
 def representative(

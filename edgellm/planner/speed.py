@@ -136,6 +136,8 @@ _UNKNOWN_BY_SIZE: Final = ((20, 700, 60), (14, 400, 45), (10, 330, 30), (7, 270,
 
 HOST_BANDWIDTH: Final = 45 * GB
 """Two channels of DDR4-3200 to DDR5-5600 reach 35-70 GB/s."""
+CORE_BANDWIDTH: Final = 8 * GB
+"""What one core's quantised dot products get through; a few cores do not use up the memory's."""
 
 
 def card(gpu: Gpu) -> Card:
@@ -152,7 +154,9 @@ def card(gpu: Gpu) -> Card:
 
 def host_card(host: Host) -> Card:
     """The CPU: its memory's bandwidth, and about 0.05 TFLOP/s a core."""
-    return Card(HOST_BANDWIDTH, 0.05 * max(host.n_physical, 1), per_layer=20e-6)
+    cores = max(host.n_physical, 1)
+    bandwidth = min(HOST_BANDWIDTH, CORE_BANDWIDTH * cores)
+    return Card(bandwidth, 0.05 * cores, per_layer=60e-6)
 
 
 def active_bytes(shape: ModelShape, il: int) -> tuple[int, int]:
