@@ -165,7 +165,6 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="more folders whose models are used in place")
     ] = ()
     offline: Annotated[bool, Meta(description="never use the network")] = False
-    connections: Annotated[int | None, Meta(description="parallel connections a download")] = None
 
 
 class TuiSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
 from edgellm import config, library
 from edgellm.cli.progress import emit, listener
@@ -43,8 +44,8 @@ def pull(
     /,
     *,
     name: str | None = None,
-    mmproj: bool | None = None,
-    vram: list[str] | None = None,
+    mmproj: Annotated[bool | None, Parameter(negative="--no-mmproj")] = None,
+    vram: Annotated[list[str] | None, Parameter(consume_multiple=False)] = None,
     ram: str | None = None,
     dry_run: bool = False,
     force: bool = False,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
 from edgellm import config, library
 from edgellm.cli.ls import VERDICTS
@@ -44,7 +45,7 @@ def search(
     *words: str,
     fits: bool = False,
     limit: int = 10,
-    vram: list[str] | None = None,
+    vram: Annotated[list[str] | None, Parameter(consume_multiple=False)] = None,
     ram: str | None = None,
     json: bool = False,
 ) -> None:

@@ -16,10 +16,10 @@ import msgspec
 
 from edgellm.errors import EdgeLLMError, EngineError
 
-# ``llama_model_quantize_impl`` in src/llama-quant.cpp.
+# ``llama_model_quantize_impl`` in src/llama-quant.cpp. Only a dry run names the new type; with an
+# importance matrix, remarks break the line after the old one.
 _TENSOR: Final = re.compile(
-    r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)\s+-\s+\[.*\], type =\s*(\S+),.*?"
-    r"size =\s*([\d.]+) MiB(?: ->\s*([\d.]+) MiB(?: \((\S+)\))?)?"
+    r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)\s+-\s+\[.*\], type =\s*(\w+),(?:.*MiB \((\w+)\))?"
 )
 
 
@@ -83,7 +83,7 @@ def parse_line(line: str) -> TensorDone | None:
     match = _TENSOR.search(line)
     if match is None:
         return None
-    index, count, name, from_type, _, _, to_type = match.groups()
+    index, count, name, from_type, to_type = match.groups()
     return TensorDone(
         index=int(index), count=int(count), name=name, from_type=from_type, to_type=to_type
     )

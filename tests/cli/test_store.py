@@ -113,6 +113,14 @@ def test_pull_of_what_is_here_fetches_nothing(capsys: Captured) -> None:
     assert "is here already" in capsys.readouterr().out
 
 
+def test_the_projector_comes_along_unless_it_is_left_out(hub: HubServer, capsys: Captured) -> None:
+    hub.files[REPO]["mmproj-tiny-F16.gguf"] = b"never fetched here"
+    for flags, count in ([], 2), (["--no-mmproj"], 1), (["--mmproj"], 2):
+        assert main(["pull", f"hf:{REPO}", "--dry-run", "--json", *flags]) == 0
+        assert len(events(capsys.readouterr().out)["offer"]["files"]) == count
+    assert main(["pull", "hf:ann/llama-GGUF", "--dry-run", "--mmproj"]) == 1
+
+
 def test_pull_mends_what_is_here_but_cut(hub: HubServer, home: Path, capsys: Captured) -> None:
     assert main(["pull", f"hf:{REPO}:Q4_1"]) == 0
     blob = next((home / ".cache/huggingface/hub").glob("*/blobs/*"))
