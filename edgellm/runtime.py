@@ -525,8 +525,9 @@ class Runtime:
                 return
             await asyncio.sleep(0.1)
 
-    def plan(self, spec: ModelSpec, request: PlanRequest) -> Plan:
-        """What another request would give with what is free now. Blocks; nothing is loaded."""
+    def plan(self, spec: ModelSpec, request: PlanRequest | None = None) -> Plan:
+        """What a request (None: the settings') gives with what is free now. Blocks; nothing is
+        loaded."""
         return self._planner(spec, self._prober(), request)
 
     async def load(self, name: str) -> None:

@@ -153,7 +153,7 @@ async def chat(server: Server, call: Call) -> None:
 async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job:
     """Everything that can be wrong with a chat, before anything runs."""
     view.need_generation()
-    prepared, prompt = render(view, body)
+    prepared = render(view, body)
     more: dict[str, Any] = {}
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -172,9 +172,7 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     options = body.stream_options
     is_native = not call.path.startswith("/v1/")
     return Job(
-        request=await make_request(
-            server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
-        ),
+        request=await make_request(server, call, view, body, prepared=prepared, sampling=sampling),
         prepared=prepared,
         id="chatcmpl-" + secrets.token_hex(12),
         created=int(time.time()),
@@ -192,7 +190,6 @@ async def make_request(
     fields: SamplingFields,
     *,
     prepared: PreparedChat,
-    prompt: str,
     sampling: SamplingParams,
 ) -> Request:
     """The engine's request for a rendered chat."""
@@ -203,7 +200,7 @@ async def make_request(
         n_keep = len(await view.engine.tokenize(kept, add_special=prepared.add_special))
     return Request(
         id=call.request_id + "-" + secrets.token_hex(4),
-        prompt=prompt,
+        prompt=prepared.prompt,
         sampling=sampling,
         priority=priority_of(fields, server.options.priority),
         add_special=prepared.add_special,
@@ -237,15 +234,12 @@ def grammar_of(prepared: PreparedChat, fields: SamplingFields) -> Grammar | None
     return own
 
 
-def render(view: View, body: ChatBody) -> tuple[PreparedChat, str]:
+def render(view: View, body: ChatBody) -> PreparedChat:
     """The conversation as a prompt. A last message of the assistant is continued."""
     messages = plain_messages(body.messages)
     if not messages:
         raise InvalidRequestError("messages is empty", param="messages")
-    prefill = None
-    if body.add_generation_prompt is not False and _is_prefill(messages[-1]):
-        prefill = text_of(messages.pop()["content"])
-    prepared = prepare_chat(
+    return prepare_chat(
         view.chat,
         messages,
         tools=tools_of(body),
@@ -256,23 +250,17 @@ def render(view: View, body: ChatBody) -> tuple[PreparedChat, str]:
         template=body.chat_template,
         template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=is_prefill(messages[-1]),
     )
-    return prepared, prepared.prompt if prefill is None else prepared.prompt + prefill
 
 
-def _is_prefill(message: dict[str, Any]) -> bool:
+def is_prefill(message: dict[str, Any]) -> bool:
+    """Whether the model shall go on with this last message, as llama-server and Anthropic do."""
     return (
         message["role"] == "assistant"
         and bool(message.get("content"))
         and not message.get("tool_calls")
     )
-
-
-def text_of(content: Any) -> str:
-    """A message's content as one text."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or ())
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -345,9 +333,10 @@ def choice_of(body: ChatBody) -> str | dict[str, Any]:
     return _named_choice(choice, body)
 
 
-def _named_choice(choice: ToolChoice, body: ChatBody) -> str | dict[str, Any]:
+def _named_choice(choice: ToolChoice, body: ChatBody) -> dict[str, Any]:
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-        return choice.allowed_tools.mode
+        allowed = msgspec.to_builtins(choice.allowed_tools)
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", **allowed}}
     if choice.function is None:
         raise InvalidRequestError("tool_choice names no function", param="tool_choice.function")
     name = choice.function.name

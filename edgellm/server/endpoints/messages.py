@@ -14,7 +14,7 @@ from edgellm.errors import InvalidRequestError
 from edgellm.request import FinishReason, Request, TokenEvent, Usage
 from edgellm.server import generate
 from edgellm.server.core import Server, View
-from edgellm.server.endpoints.chat import Choice, grammar_of, make_request
+from edgellm.server.endpoints.chat import Choice, grammar_of, is_prefill, make_request
 from edgellm.server.errors import Problem, anthropic_body
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import Stream
@@ -33,7 +33,7 @@ async def create(server: Server, call: Call) -> None:
     call.extra_headers.append((b"request-id", call.request_id.encode()))
     async with server.lease(call, body.model) as view:
         view.need_generation()
-        prepared, prompt = render(view, body)
+        prepared = render(view, body)
         if body.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
         sampling = sampling_params(
@@ -44,9 +44,7 @@ async def create(server: Server, call: Call) -> None:
             grammar=grammar_of(prepared, body),
             n=1,
         )
-        request = await make_request(
-            server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
-        )
+        request = await make_request(server, call, view, body, prepared=prepared, sampling=sampling)
         answer = Answer(view, Choice(0, prepared.parser), "msg_" + secrets.token_hex(12), body)
         if body.stream:
             await _stream(server, call, answer, request)
@@ -59,8 +57,8 @@ async def count_tokens(server: Server, call: Call) -> None:
     body = decode(COUNT, await server.body(call))
     async with server.lease(call, body.model) as view:
         view.need_generation()
-        prepared, prompt = render(view, body)
-        ids = await view.engine.tokenize(prompt, add_special=prepared.add_special)
+        prepared = render(view, body)
+        ids = await view.engine.tokenize(prepared.prompt, add_special=prepared.add_special)
         await call.json({"input_tokens": len(ids)})
 
 
@@ -69,14 +67,10 @@ def _with_stops(body: MessagesBody) -> MessagesBody:
     return msgspec.structs.replace(body, stop=stops or None)
 
 
-def render(view: View, body: Conversation) -> tuple[PreparedChat, str]:
+def render(view: View, body: Conversation) -> PreparedChat:
     """The conversation as a prompt. A last assistant message is continued, as Anthropic does."""
     messages = chat_messages(body)
-    prefill = None
-    last = messages[-1]
-    if last["role"] == "assistant" and last.get("content") and not last.get("tool_calls"):
-        prefill = messages.pop()["content"].rstrip()
-    prepared = prepare_chat(
+    return prepare_chat(
         view.chat,
         messages,
         tools=_tools(body.tools),
@@ -85,8 +79,8 @@ def render(view: View, body: Conversation) -> tuple[PreparedChat, str]:
         response_format=_format(body),
         reasoning_effort=body.output_config.effort if body.output_config else None,
         template_kwargs=_thinking(body),
+        continue_final_message=is_prefill(messages[-1]),
     )
-    return prepared, prepared.prompt if prefill is None else prepared.prompt + prefill
 
 
 def _thinking(body: Conversation) -> dict[str, Any] | None:

@@ -190,18 +190,16 @@ async def stats(server: Server, call: Call) -> None:
 
 
 async def plans(server: Server, call: Call) -> None:
-    """Plan and measured memory of every loaded model."""
-    await call.json(
-        {
-            "plans": {
-                lease.name: {
-                    "plan": lease.engine.plan.to_json(),
-                    "report": msgspec.to_builtins(lease.engine.report),
-                }
-                for lease in server.runtime.loaded()
-            }
-        }
-    )
+    """The plan of ``?model=`` (or the first): as loaded, with what was measured, else as of now."""
+    wanted = call.query("model")
+    loaded = {lease.name: lease.engine for lease in server.runtime.loaded()}
+    spec = server.runtime.find(wanted or next(iter(loaded), None))
+    engine = loaded.get(spec.name)
+    if engine is None:
+        made = await asyncio.to_thread(server.runtime.plan, spec)
+        await call.json({**made.to_json(), "report": None})
+        return
+    await call.json({**engine.plan.to_json(), "report": msgspec.to_builtins(engine.report)})
 
 
 async def plan(server: Server, call: Call) -> None:

@@ -58,7 +58,7 @@ async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -
     messages = [*earlier, *_messages(items)]
     if not messages:
         raise InvalidRequestError("input is empty", param="input")
-    prepared, prompt = _render(view, body, messages)
+    prepared = _render(view, body, messages)
     wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if wants_logprobs else {}
     sampling = sampling_params(
@@ -71,9 +71,7 @@ async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -
         n=1,
         **more,
     )
-    request = await make_request(
-        server, call, view, body, prepared=prepared, prompt=prompt, sampling=sampling
-    )
+    request = await make_request(server, call, view, body, prepared=prepared, sampling=sampling)
     if body.truncation == "auto":
         turns = prepared.turn_starts
         request = msgspec.structs.replace(request, overflow=Overflow.SLIDE, turn_starts=turns)
@@ -186,11 +184,9 @@ def _output(item: InputItem, param: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item.call_id, "content": text}
 
 
-def _render(
-    view: View, body: ResponseBody, messages: list[dict[str, Any]]
-) -> tuple[PreparedChat, str]:
+def _render(view: View, body: ResponseBody, messages: list[dict[str, Any]]) -> PreparedChat:
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prepared = prepare_chat(
+    return prepare_chat(
         view.chat,
         [*system, *messages],
         tools=_tools(body),
@@ -199,7 +195,6 @@ def _render(
         response_format=_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
-    return prepared, prepared.prompt
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
@@ -227,7 +222,9 @@ def _choice(body: ResponseBody) -> str | dict[str, Any]:
             raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
         return choice
     if choice.type == "allowed_tools":
-        return choice.mode or "auto"
+        names = [{"function": {"name": t.get("name")}} for t in choice.tools or ()]
+        allowed = {"mode": choice.mode or "auto", "tools": names}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     if choice.name not in [tool.name for tool in body.tools or ()]:
         raise InvalidRequestError(f"no tool is named {choice.name!r}", param="tool_choice.name")
     return {"type": "function", "function": {"name": choice.name}}

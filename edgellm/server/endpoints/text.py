@@ -47,14 +47,14 @@ async def apply_template(server: Server, call: Call) -> None:
     """``{"prompt": ...}``: what a chat completion with this body would give the model."""
     body = decode(CHAT, await server.body(call))
     async with server.lease(call, body.model) as view:
-        prepared, prompt = render(view, body)
-        await call.json({"prompt": prompt, "warnings": list(prepared.warnings)})
+        prepared = render(view, body)
+        await call.json({"prompt": prepared.prompt, "warnings": list(prepared.warnings)})
 
 
 async def input_tokens(server: Server, call: Call) -> None:
     """``{"input_tokens": n}`` of a chat completion with this body."""
     body = decode(CHAT, await server.body(call))
     async with server.lease(call, body.model) as view:
-        prepared, prompt = render(view, body)
-        ids = await view.engine.tokenize(prompt, add_special=prepared.add_special)
+        prepared = render(view, body)
+        ids = await view.engine.tokenize(prepared.prompt, add_special=prepared.add_special)
         await call.json({"input_tokens": len(ids), "object": "response.input_tokens"})
