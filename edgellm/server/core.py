@@ -113,6 +113,8 @@ class Server:
         self.metrics = Metrics()
         self.hub = Hub(options.limits.keepalive_s)
         self.responses = ResponseStore()
+        self.threads = ResponseStore()
+        """Conversations of Anthropic's ``thread`` field, by the id of their last message."""
         self.started_at = time.time()
         self.is_draining = False
         self.in_flight = 0

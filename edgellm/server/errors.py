@@ -157,11 +157,10 @@ def anthropic_body(p: Problem, request_id: str) -> dict[str, Any]:
     message = p.extra.get("anthropic_message") or p.message
     if p.param and p.param not in message:
         message = f"{p.param}: {message}"
-    return {
-        "type": "error",
-        "error": {"type": p.anthropic, "message": message},
-        "request_id": request_id,
-    }
+    error: dict[str, Any] = {"type": p.anthropic, "message": message}
+    if "details" in p.extra:
+        error["details"] = p.extra["details"]
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def invalid_json(error: ValueError | RecursionError) -> Problem:

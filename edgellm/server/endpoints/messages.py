@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from edgellm.server.wire.common import sampling_params
 
 BODY: Final = msgspec.json.Decoder(MessagesBody)
 COUNT: Final = msgspec.json.Decoder(CountBody)
+ConversationT = TypeVar("ConversationT", bound=Conversation)
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 _IGNORED: Final = frozenset({"redacted_thinking"})
 
@@ -31,6 +32,7 @@ async def create(server: Server, call: Call) -> None:
     """Answer a conversation, streamed or whole."""
     body = decode(BODY, await server.body(call))
     call.extra_headers.append((b"request-id", call.request_id.encode()))
+    body = with_thread(server, call, body)
     async with server.lease(call, body.model) as view:
         view.need_generation()
         prepared = render(view, body)
@@ -50,16 +52,55 @@ async def create(server: Server, call: Call) -> None:
             await _stream(server, call, answer, request)
         else:
             await _whole(server, call, answer, request)
+        _keep_thread(server, call, body, answer)
 
 
 async def count_tokens(server: Server, call: Call) -> None:
     """``{"input_tokens": n}``."""
-    body = decode(COUNT, await server.body(call))
+    body = with_thread(server, call, decode(COUNT, await server.body(call)))
     async with server.lease(call, body.model) as view:
         view.need_generation()
         prepared = render(view, body)
         ids = await view.engine.tokenize(prepared.prompt, add_special=prepared.add_special)
         await call.json({"input_tokens": len(ids)})
+
+
+def with_thread(server: Server, call: Call, body: ConversationT) -> ConversationT:
+    """``body`` with what came before in its thread, which has the system prompt and the tools."""
+    thread = body.thread
+    if thread is None or thread.type == "create":
+        return body
+    stored = server.threads.get(thread.previous_message_id or "", call.key)
+    if stored is None:
+        raise Problem(
+            404,
+            "no such thread is (or is no longer) stored here",
+            code="thread_not_found",
+            param="thread.previous_message_id",
+            extra={"details": {"error_code": "thread_not_found"}},
+        )
+    earlier = msgspec.convert(stored.body["conversation"], CountBody)
+    return msgspec.structs.replace(
+        body,
+        messages=[*earlier.messages, *body.messages],
+        system=earlier.system,
+        tools=earlier.tools,
+    )
+
+
+def _keep_thread(server: Server, call: Call, body: MessagesBody, answer: Answer) -> None:
+    """Store the conversation, this answer included, under the answer's id."""
+    if body.thread is None:
+        return
+    whole = CountBody(messages=body.messages, system=body.system, tools=body.tools)
+    conversation: dict[str, Any] = msgspec.to_builtins(whole)
+    conversation["messages"].append({"role": "assistant", "content": _content(answer.choice)})
+    server.threads.put(
+        {"id": answer.id, "conversation": conversation},
+        input_items=[],
+        messages=[],
+        owner=call.key,
+    )
 
 
 def _with_stops(body: MessagesBody) -> MessagesBody:
@@ -342,7 +383,9 @@ async def _write(
         if not begun:
             begun = True
             chunk = _start(answer, n_prompt) + PING
-        chunk += writer.deltas(choice.take(event))
+        deltas = choice.take(event)
+        choice.keep(deltas)
+        chunk += writer.deltas(deltas)
         if event.is_last and event.usage is not None:
             answer.usage = event.usage
         if event.finish_reason is not None:

@@ -70,6 +70,13 @@ class OutputConfig(Wire, kw_only=True):
     effort: str | None = None
 
 
+class ThreadParam(Wire, kw_only=True):
+    """A conversation that the server holds: begun here, or continued from a message's id."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class Conversation(SamplingFields, kw_only=True):
     """What counting and answering share."""
 
@@ -81,6 +88,7 @@ class Conversation(SamplingFields, kw_only=True):
     thinking: ThinkingParam | None = None
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
+    thread: ThreadParam | None = None
 
 
 class CountBody(Conversation, kw_only=True):
