@@ -39,6 +39,23 @@ def test_light_commands_import_nothing_heavy(code: str) -> None:
     assert not modules_after(code).intersection(HEAVY)
 
 
+@pytest.mark.parametrize("argv", [["plan", "starter"], ["ls"], ["doctor"], ["profile", "ls"]])
+def test_commands_that_run_no_model_load_no_engine_and_no_interface(argv: list[str]) -> None:
+    loaded = modules_after(f"from edgellm.cli import main; main({argv})")
+    assert not loaded.intersection(("llama_cpp", "textual", "huggingface_hub", "numpy", "uvicorn"))
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in COMMANDS])
+def test_each_command_has_help_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Usage: edgellm {name}" in shown
+    assert "Example" in shown
+    assert f"edgellm {name}" in shown.split("Example", 1)[1]
+
+
 def test_importing_edgellm_imports_nothing_else() -> None:
     extra = modules_after("import edgellm") - modules_after("")
     assert extra == {"edgellm", "__future__"}
