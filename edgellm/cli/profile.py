@@ -14,7 +14,11 @@ from edgellm.bench.archive import Archive
 from edgellm.bench.profiles import rollback as rollback_
 from edgellm.config import ProfileFile
 
-app = App(name="profile")
+app = App(
+    name="profile",
+    help="Settings for a class of hardware, each value with its reason.\n\n"
+    "Examples: `edgellm profile ls`, `edgellm profile use 6gb`",
+)
 
 
 @app.command
