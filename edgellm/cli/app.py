@@ -42,7 +42,7 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
     ("quantize", "edgellm.cli.quantize:quantize", _MODELS, "Write a smaller copy of a model."),
     ("bench", "edgellm.cli.bench:app", _MEASURE, "Measure speed and memory; compare runs."),
     ("tune", "edgellm.cli.tune:tune", _MEASURE, "Search for better settings by measuring."),
-    ("eval", "edgellm.cli.eval:eval_", _MEASURE, "Check answer quality: perplexity and tasks."),
+    ("eval", "edgellm.cli.eval:app", _MEASURE, "Check quality: perplexity, KL, own prompts, A/B."),
     ("doctor", "edgellm.cli.doctor:doctor", _MACHINE, "What this machine has, and what is wrong."),
     ("profile", "edgellm.cli.profile:app", _MACHINE, "Settings for a class of hardware."),
     ("config", "edgellm.cli.config:app", _MACHINE, "Every setting and where it came from."),

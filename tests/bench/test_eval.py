@@ -1,0 +1,274 @@
+"""Quality figures are right where the truth is known, and agree with llama.cpp's own tool."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm.bench import quality, regress
+from edgellm.bench.regress import Answer, Ballot, Case, Tally
+from edgellm.bench.variant import Variant, opened
+from edgellm.cli import main
+from edgellm.cli.eval import vote
+from edgellm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+# -- the arithmetic ------------------------------------------------------------------------------
+
+
+def test_a_uniform_model_is_as_surprised_as_it_has_tokens() -> None:
+    rows = quality.log_softmax(np.zeros((7, 50), np.float32))
+    text = quality.Text(pieces=((0,) * 16,), n_ctx=16)
+    found = quality.perplexity_of(-rows[:, 3].astype(np.float64), text)
+    assert found.value == pytest.approx(50)
+    assert found.error == pytest.approx(0, abs=1e-6)
+
+
+def test_divergence_is_zero_for_the_same_and_known_for_two_coins() -> None:
+    p = np.log(np.array([[0.5, 0.5], [0.9, 0.1]], np.float32))
+    q = np.log(np.array([[0.9, 0.1], [0.9, 0.1]], np.float32))
+    assert quality.kl_rows(p, p) == pytest.approx([0, 0])
+    expected = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert quality.kl_rows(p, q) == pytest.approx([expected, 0], abs=1e-6)
+
+
+def test_logits_far_from_zero_do_not_overflow() -> None:
+    rows = quality.log_softmax(np.array([[1000.0, 999.0]], np.float32))
+    assert np.exp(rows[0]).sum() == pytest.approx(1)
+
+
+# -- against llama.cpp's own tool -----------------------------------------------------------------
+
+# llama-perplexity of the same llama.cpp on this text: -c 256 -fa on, its second running value.
+REFERENCE = {"f16": 16.6448, "q8_0": 16.7349, "q4_0": 17.2445}
+
+
+async def measured(kv: str, folder: Path, *, keep: bool) -> tuple[Any, Any]:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    flags = "--parallel 1 --ctx 256 --outputs 256 --threads 2 --flash-attn on"
+    async with opened(Variant.parse(f"starter --kv {kv} {flags}")) as engine:
+        cut = await quality.cut(engine, text, n_ctx=256, n_chunks=2)
+        if keep:
+            return await quality.keep_reference(engine, cut, folder), None
+        found, mine = await quality.divergence(engine, cut, folder)
+        return mine, found
+
+
+@pytest.mark.model
+async def test_perplexity_and_divergence_agree_with_llama_cpp(tmp_path: Path) -> None:
+    base, _ = await measured("f16", tmp_path, keep=True)
+    assert base.value == pytest.approx(REFERENCE["f16"], rel=0.005)
+    divergences = []
+    for kv in ("f16", "q8_0", "q4_0"):
+        mine, found = await measured(kv, tmp_path, keep=False)
+        assert mine.value == pytest.approx(REFERENCE[kv], rel=0.005)
+        divergences.append(found.mean)
+        assert found.ppl_ratio == pytest.approx(mine.value / base.value)
+    same, q8, q4 = divergences
+    assert same == pytest.approx(0, abs=1e-6)
+    assert same < q8 < q4
+
+
+# -- configurations -------------------------------------------------------------------------------
+
+
+def test_a_variant_is_a_model_and_flags() -> None:
+    variant = Variant.parse('"my model" --kv q8_0 --ctx 4096 --spec off')
+    assert variant.model == "my model"
+    assert variant.settings == {
+        "plan.type_k": "q8_0",
+        "plan.type_v": "q8_0",
+        "plan.ctx": "4096",
+        "engine.spec": "off",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "m --kv", "m q8_0 x", "m --nonesuch 1", 'm "'])
+def test_a_malformed_variant_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Variant.parse(text)
+
+
+# -- own prompts ----------------------------------------------------------------------------------
+
+
+SCHEMA = {
+    "type": "object",
+    "required": ["city"],
+    "properties": {"city": {"type": "string"}, "n": {"type": ["integer", "null"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "fault"),
+    [
+        (Case(expect=r"\bParis\b"), "It is Paris.", ""),
+        (Case(expect=r"\bParis\b"), "It is Lyon.", "does not match"),
+        (Case(equals="4"), " 4\n", ""),
+        (Case(equals="4"), "5", "is not '4'"),
+        (Case(json_schema=SCHEMA), '{"city": "Paris", "n": null}', ""),
+        (Case(json_schema=SCHEMA), '```json\n{"city": "Paris"}\n```', ""),
+        (Case(json_schema=SCHEMA), "{}", "$ lacks city"),
+        (Case(json_schema=SCHEMA), '{"city": 1}', "$.city is not string"),
+        (Case(json_schema=SCHEMA), '{"city": "x", "n": true}', "$.n is not integer or null"),
+        (Case(json_schema={"items": {"enum": [1]}}), "[1, 2]", "$[1] is none of [1]"),
+        (Case(json_schema=SCHEMA), "Paris", "is not JSON"),
+        (Case(), "anything", ""),
+    ],
+)
+def test_an_answer_is_checked_against_what_its_case_expects(
+    case: Case, text: str, fault: str
+) -> None:
+    found = regress.fault_of(case, text)
+    assert found.startswith(fault)
+    assert bool(found) == bool(fault)
+
+
+def said(text: str, n: int = 10, **kw: Any) -> Answer:
+    return Answer(text=text, n_tokens=n, finish=kw.pop("finish", "stop"), **kw)
+
+
+def test_two_configurations_are_compared_case_by_case() -> None:
+    cases = [Case(name=n, prompt="p") for n in ("same", "broken", "mended", "foreign")]
+    a = [said("x"), said("y"), said("z", fault="bad"), said("a good English answer")]
+    b = [
+        said("x"),
+        said("Y", 20, fault="bad", finish="length"),
+        said("w"),
+        said("это хороший русский ответ"),
+    ]
+    s = regress.summarise(regress.compare(cases, a, b))
+    assert (s.n, s.exact, s.length_ratio) == (4, 0.25, 1.0)
+    assert (s.broken, s.mended, s.language_switches) == (("broken",), ("mended",), ("foreign",))
+    assert (s.cut_a, s.cut_b, s.faults_a, s.faults_b) == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("The quick brown fox", "latin"),
+        ("Съешь ещё этих мягких булок", "cyrillic"),
+        ("今天天气很好我们去公园散步吧", "cjk"),
+        ("42", ""),
+    ],
+)
+def test_the_script_of_a_text_is_that_of_most_letters(text: str, script: str) -> None:
+    assert regress.script_of(text) == script
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"prompt": "x", "expect": "("}'])
+def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"cases\.jsonl:2"):
+        regress.read_cases(str(path))
+
+
+# -- blind choice ---------------------------------------------------------------------------------
+
+
+def ballots(n: int = 40) -> list[Ballot]:
+    cases = [Case(name=str(i), prompt="p") for i in range(n)]
+    a = [said(f"a{i}") for i in range(n)]
+    b = [said(f"b{i}" if i % 4 else f"a{i}") for i in range(n)]
+    return regress.ballots(cases, a, b, "seed")
+
+
+def test_equal_answers_are_not_asked_about_and_sides_are_mixed() -> None:
+    asked = ballots()
+    assert len(asked) == 30
+    assert 5 < sum(x.first_is_a for x in asked) < 25
+    assert [x.case.name for x in asked] != sorted((x.case.name for x in asked), key=int)
+
+
+def test_votes_are_counted_for_the_configuration_not_the_side() -> None:
+    def likes_b(ballot: Ballot, number: int, of: int) -> str:
+        return "1" if ballot.first.startswith("b") else "2"
+
+    tally = vote(ballots(), 10, likes_b)
+    assert tally == Tally(a=0, b=30, ties=0, same=10)
+    assert "new is liked better" in tally.verdict("old", "new")
+
+
+def test_stopping_counts_what_was_answered() -> None:
+    choices = iter(["=", "1", "q"])
+    tally = vote(ballots(), 0, lambda *_: next(choices))
+    assert (tally.a + tally.b, tally.ties) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "p"), [(5, 5, 1.0), (0, 5, 0.0625), (2, 8, 0.109375), (0, 0, 1.0)]
+)
+def test_the_confidence_is_that_of_the_sign_test(a: int, b: int, p: float) -> None:
+    tally = Tally(a=a, b=b, ties=0, same=0)
+    assert tally.p_value == pytest.approx(p)
+    assert ("proven" in tally.verdict("x", "y")) == (a + b > 0)
+
+
+def test_wilsons_interval_is_the_published_one() -> None:
+    """Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662, 0 of 20 gives 0 to 0.1611."""
+    assert regress.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-4)
+    assert regress.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-4)
+
+
+# -- the commands, without a model ----------------------------------------------------------------
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGELLM_ENGINE_BACKEND", "scripted")
+
+
+def printed(capsys: pytest.CaptureFixture[str], args: Sequence[str], code: int = 0) -> Any:
+    assert main([*args, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_commands_answer_in_json_and_keep_their_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    common = ["--text", str(ROOT / "LICENSE"), "--piece", "64", "--chunks", "2"]
+    ppl = printed(capsys, ["eval", "perplexity", "starter", *common])
+    assert ppl["starter"]["n_tokens"] == 2 * 31
+    kl = printed(capsys, ["eval", "kl", "starter", "starter --ctx 512", *common])
+    assert kl["variants"]["starter --ctx 512"]["mean"] == pytest.approx(0, abs=1e-9)
+    cases = tmp_path / "cases.jsonl"
+    cases.write_text('{"prompt": "hello", "max_tokens": 8}\n{"prompt": "x", "max_tokens": 4}\n')
+    found = printed(capsys, ["eval", "regress", str(cases), "starter", "starter --ubatch 64"])
+    assert found["summary"]["exact"] == 1.0
+    runs = printed(capsys, ["bench", "ls"])
+    assert [r["scenario"] for r in runs] == ["regress", "kl", "perplexity"]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_set_that_breaks_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The second configuration's context is too small for the prompt: an error, not an answer."""
+    cases = tmp_path / "cases.jsonl"
+    cases.write_text(json.dumps({"prompt": "word " * 700, "max_tokens": 4}) + "\n")
+    args = ["eval", "regress", str(cases), "starter --ctx 2048", "starter --ctx 256"]
+    found = printed(capsys, args, code=1)
+    assert found["summary"]["broken"] == ["line 1"]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_too_short_a_text_says_how_much_is_needed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t.txt").write_text("short")
+    assert main(["eval", "perplexity", "starter", "--text", str(tmp_path / "t.txt")]) == 2
+    assert "at least 1024 are needed" in capsys.readouterr().err
