@@ -19,6 +19,7 @@ from edgellm.engine.choose import Chooser
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
 from edgellm.engine.output import Group, Output
+from edgellm.engine.pins import PinStore
 from edgellm.engine.sampling import needs_all_logits
 from edgellm.engine.score import ScoreJob, score
 from edgellm.engine.sequence import Sequence, State, to_drop
@@ -84,6 +85,8 @@ class Loop:
         self._random = random.Random(options.seed)
         self._began = time.monotonic()
         self._embeds: list[EmbedJob | ScoreJob] = []
+        self._pins = PinStore(options.pin_dir, backend.info)
+        self._load_pins()
         self._closing = False
         self._eog = frozenset(backend.info.eog_ids)
         self._sampled_at = 0.0
@@ -94,6 +97,22 @@ class Loop:
             if not self._take_in():
                 break
             self.turn()
+
+    def _load_pins(self) -> None:
+        for tokens, state in self._pins.load():
+            target = self.scheduler.adopt_pin(tokens)
+            if target is not None and not self.backend.state_set(target, state):
+                self.scheduler.drop_pin(target)
+        self._apply(self.scheduler.take_ops())
+
+    def _pin(self, seq: Sequence) -> None:
+        """Keep the system prompt (or the whole prompt) of a request that asked for it."""
+        n_keep = seq.request.n_keep
+        n = min(n_keep, seq.n_prompt) if n_keep else seq.n_prompt
+        target = self.scheduler.pin(seq, n)
+        if target is not None:
+            self._apply(self.scheduler.take_ops())
+            self._pins.save(seq.tokens[:n], self.backend.state_get(target))
 
     def turn(self) -> None:
         """One step, or one embedding; what it has to say is sent."""
@@ -217,6 +236,8 @@ class Loop:
             seq.sampler = None
 
     def _finish(self, seq: Sequence) -> None:
+        if seq.request.pin_prefix and seq.index == 0:
+            self._pin(seq)
         self._let_go(seq)
         if seq.request.id not in self.output.groups:
             self.meter.finished += 1

@@ -549,6 +549,44 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.state = State.FINISHED
 
+    def pin(self, seq: Sequence, n: int) -> int | None:
+        """Keep a running sequence's first ``n`` tokens for good: the seq_id that holds them now.
+
+        None when they are pinned already, when no seq_id is left, or when pins would take more
+        than half of the cells.
+        """
+        held = seq.tokens[:n]
+        if not self._shares_cells or seq.n_slid or n > seq.n_computed:
+            return None
+        if any(self.tree.tokens(h)[:n] == held for h in self._pinned):
+            return None
+        target = self._reserve_pin(n)
+        if target is not None:
+            self.tree.share(seq.slot, target, n)
+            self._ops.append(Copy(seq.slot, target, n))
+        return target
+
+    def adopt_pin(self, tokens: array[int]) -> int | None:
+        """A seq_id for pinned tokens whose state comes from a file."""
+        target = self._reserve_pin(len(tokens)) if self._shares_cells else None
+        if target is not None:
+            self.tree.extend(target, tokens)
+        return target
+
+    def drop_pin(self, holder: int) -> None:
+        """Forget a pin (its state could not be put back)."""
+        self._forget(holder)
+
+    def _reserve_pin(self, n: int) -> int | None:
+        pinned = sum(self.tree.length(h) for h in self._pinned)
+        if n < self.options.prefix_min or pinned + n > self.limits.n_cells // 2:
+            return None
+        target = self._retained_id()
+        if target is not None:
+            self._retained[target] = None
+            self._pinned.add(target)
+        return target
+
     def drop_retained(self) -> None:
         """Forget every retained prefix."""
         for holder in list(self._retained):

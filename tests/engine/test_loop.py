@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -342,3 +343,19 @@ def test_a_draft_model_confirms_several_tokens_a_step_and_changes_none() -> None
     plain.add(r)
     plain.run()
     assert simulation.ids(r.id) == plain.ids(r.id)
+
+
+def test_a_pinned_prefix_survives_pressure_and_a_restart(tmp_path: Path) -> None:
+    options = EngineOptions(seed=1, pin_dir=str(tmp_path))
+    simulation = Simulation(options, n_ctx=256, n_ctx_seq=256)
+    simulation.add(request(LONG, pin_prefix=True, max_tokens=3))
+    simulation.run()
+    for i in range(6):
+        simulation.add(request("x" * 200 + str(i), max_tokens=3))
+    simulation.run()
+    for again in (simulation, Simulation(options, n_ctx=256, n_ctx_seq=256)):
+        r = request(LONG + "and then", max_tokens=3)
+        again.add(r)
+        again.run()
+        assert again.last(r.id).usage.n_cached > 20  # type: ignore[union-attr]
+        assert again.text(r.id) == alone(r)
