@@ -34,11 +34,12 @@ from edgellm.request import Request, SamplingParams
 
 def make_plan(args: argparse.Namespace, n_seq: int) -> Plan:
     """A plan straight from the arguments: nothing is estimated here."""
-    n_ctx = -(-(args.prompt + args.output + 32) * n_seq // 256) * 256
+    n_ctx = -(-(args.prompt + args.output + 32) // 256) * 256 * n_seq
     params = PlanParams(
         n_gpu_layers=args.ngl,
         n_ctx=n_ctx,
-        n_ctx_seq=n_ctx,
+        n_ctx_seq=n_ctx if args.kv_unified == "on" else n_ctx // n_seq,
+        kv_unified=args.kv_unified == "on",
         n_batch=args.batch,
         n_ubatch=args.ubatch,
         n_seq_max=n_seq,
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--ubatch", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--flash-attn", default="auto")
+    parser.add_argument("--kv-unified", default="on", choices=("on", "off"))
     parser.add_argument("--sampling", default="default", choices=("default", "greedy", "logprobs"))
     parser.add_argument("--top-k", type=int, default=None, help="attached candidates; 0 detaches")
     parser.add_argument("--step-s", type=float, default=0.0, help="scripted backend's step")

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import synthetic
-
 from edgellm.units import MiB
 
 HERE = Path(__file__)
@@ -60,6 +58,8 @@ class Case:
 
 def cases(names: list[str], folder: Path) -> list[Case]:
     """Every model with every setting; ``half`` and ``one`` become numbers of layers."""
+    import synthetic  # numpy with it: not in the process that loads llama.cpp
+
     from edgellm.gguf.reader import read_gguf
     from edgellm.gguf.shape import model_shape
 
@@ -206,7 +206,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     args.folder.mkdir(parents=True, exist_ok=True)
-    every = sorted(json.loads((synthetic.HEADERS / "file_bytes.json").read_text()))
+    every = sorted(json.loads((HERE.parent / "headers" / "file_bytes.json").read_text()))
     todo = cases(args.models.split(",") if args.models else every, args.folder)
     if args.settings:
         todo = [case for case in todo if case.setting in args.settings.split(",")]
