@@ -9,7 +9,8 @@ import msgspec
 
 from edgellm import config, library, runtime
 from edgellm.cli.flags import PlanFlags
-from edgellm.gguf.shape import model_shape
+from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner.alternatives import with_alternatives
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan
 
@@ -35,7 +36,7 @@ def plan(
     fixed
         Take the parameters as given (llama.cpp's defaults otherwise); compute the ledger only.
     explain
-        Why each parameter has its value, and what else could be done.
+        Show the sums behind the numbers too.
     json
         Print the plan as JSON (edgellm.plan/1).
     """
@@ -43,15 +44,16 @@ def plan(
     request = runtime.plan_request(settings, fixed=fixed)
     devices = runtime.plan_devices(settings)
     shape = model_shape(library.find_header(model, settings, devices))
-    show(make_plan(shape, devices, request), json, explain)
+    made = make_plan(shape, devices, request)
+    show(with_alternatives(shape, devices, request, made), json, shape if explain else None)
 
 
-def show(made: Plan, as_json: bool, explain: bool) -> None:
-    """Print a plan for a program or a person."""
+def show(made: Plan, as_json: bool, shape: ModelShape | None = None) -> None:
+    """Print a plan for a program or a person; with ``shape`` the sums behind the numbers too."""
     if as_json:
         data: dict[str, Any] = made.to_json()
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=1).decode() + "\n")
         return
     from edgellm.planner.explain import render
 
-    render(made, explain=explain)
+    render(made, shape)

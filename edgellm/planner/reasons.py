@@ -116,7 +116,7 @@ def reasons(
     else:
         layers = f"the most that fit: {binding(ledger, shape)}"
     ctx = f"the default of {DEFAULT_CTX}, or what the model was trained for"
-    kv = "exact" if p.type_k == "f16" else "half the cache for next to no loss, and faster for it"
+    kv = "exact" if p.type_k == "f16" else "half the cache for next to no loss"
     ubatch = "full prefill speed" if p.n_ubatch >= 512 else "smaller scratch buffers leave room"
     outputs = f"only {p.n_seq_max} position{'s' * (p.n_seq_max > 1)} a step need logits"
     found = [

@@ -197,6 +197,11 @@ def predict(
     )
 
 
+def rate(tps: float) -> str:
+    """Tokens a second for people: 8.7, 28, 1,250."""
+    return f"{tps:.1f}" if tps < 20 else f"{tps:,.0f}"
+
+
 def _bottleneck(slowest: int, seconds: dict[int, float]) -> str:
     total = sum(seconds.values()) or 1.0
     where = "host memory bandwidth" if slowest == HOST else f"GPU {slowest} memory bandwidth"
