@@ -12,8 +12,9 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Final
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-ROOTS: Final = ("edgellm", "llama-cpp-python")
+ROOTS: Final = ("edgellm[engine]",)
 ALLOWED: Final = re.compile(
     r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla|Unlicense|0BSD|CC0|HPND|Zlib",
     re.IGNORECASE,
@@ -21,20 +22,27 @@ ALLOWED: Final = re.compile(
 
 
 def installed(names: tuple[str, ...]) -> Iterator[Distribution]:
-    """Each package and all that it needs here, once."""
-    waiting, seen = list(names), set[str]()
+    """Each package and all that it needs here, extras that were asked for included, once."""
+    waiting, seen = [Requirement(name) for name in names], set[str]()
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        wanted = waiting.pop()
+        key = f"{canonicalize_name(wanted.name)}{sorted(wanted.extras)}"
+        if key in seen:
             continue
-        seen.add(name)
+        seen.add(key)
         try:
-            found = distribution(name)
+            found = distribution(wanted.name)
         except PackageNotFoundError:
             continue
         yield found
         needs = [Requirement(text) for text in found.requires or ()]
-        waiting += [r.name.lower() for r in needs if r.marker is None or r.marker.evaluate()]
+        waiting += [need for need in needs if _applies(need, wanted.extras)]
+
+
+def _applies(need: Requirement, extras: set[str]) -> bool:
+    if need.marker is None:
+        return True
+    return any(need.marker.evaluate({"extra": extra}) for extra in (extras or {""}))
 
 
 def licence(found: Distribution) -> str:
@@ -48,7 +56,7 @@ def licence(found: Distribution) -> str:
 
 
 def main() -> int:
-    rows = sorted((d.metadata["Name"], d.version, licence(d)) for d in installed(ROOTS))
+    rows = sorted({(d.metadata["Name"], d.version, licence(d)) for d in installed(ROOTS)})
     for name, version, text in rows:
         print(f"{name:<24} {version:<14} {text}")
     wrong = [name for name, _, text in rows if not ALLOWED.search(text)]
