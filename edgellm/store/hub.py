@@ -8,6 +8,7 @@ library throws a partial away when its process ends.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ from huggingface_hub.errors import (
 
 from edgellm.config import StoreSettings
 from edgellm.errors import DownloadError, EdgeLLMError, ModelNotFoundError, StoreError
+from edgellm.store import transfer
 from edgellm.store.catalog import HubRef
 from edgellm.store.files import Choice, Listing, Remote
 from edgellm.store.names import display_name, is_projector, quant_of
@@ -41,7 +43,7 @@ _HTTP_ERROR: Final[type[Exception]] = next(
     (kind for kind in HfHubHTTPError.__mro__ if kind.__name__ in ("HTTPError", "RequestException")),
     OSError,
 )
-_COMMIT_LENGTH: Final = 40
+_ATTEMPTS: Final = 4
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +212,21 @@ def _api(settings: StoreSettings | None) -> HfApi:
 
 
 def _asked(ask: Callable[[], _T], ref: HubRef | None, settings: StoreSettings | None) -> _T:
+    """A question to the hub, asked again where it is busy."""
+    first, most = transfer.BACK_OFF_S
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return _asked_once(ask, ref, settings)
+        except _BusyError:
+            time.sleep(min(most, first * 2**attempt))
+    return _asked_once(ask, ref, settings)
+
+
+class _BusyError(TransientError):
+    """HTTP 429 or 5xx."""
+
+
+def _asked_once(ask: Callable[[], _T], ref: HubRef | None, settings: StoreSettings | None) -> _T:
     """One question to the hub; the library's errors in our words, in this one place."""
     repo = ref.repo if ref else ""
     try:
@@ -237,7 +254,7 @@ def _status(status: int, settings: StoreSettings | None) -> DownloadError:
     host = endpoint(settings)
     if status == 429 or status >= 500:
         what = "is asked too often" if status == 429 else "is in trouble"
-        return TransientError(f"{host} {what} (HTTP {status})", hint="try again in a few minutes")
+        return _BusyError(f"{host} {what} (HTTP {status})", hint="try again in a few minutes")
     return StatusError(f"{host} answered HTTP {status}", status=status)
 
 

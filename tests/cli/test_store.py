@@ -90,13 +90,17 @@ def test_pull_downloads_and_ls_rm_and_verify_know_it(
 def test_an_interrupted_pull_is_listed_with_the_command_that_goes_on(
     hub: HubServer, capsys: Captured
 ) -> None:
-    hub.trouble = Trouble(cut_after=[8 * MiB, 50 * MiB] + [0] * 20)
+    header_pieces = [8 * MiB] * 2
+    hub.trouble = Trouble(cut_after=[*header_pieces, 8 * MiB, 50 * MiB, *[0] * 20])
     assert main(["pull", f"hf:{REPO}:Q4_1"]) == 1
     assert "gave up after" in capsys.readouterr().err
     assert main(["ls"]) == 0
     assert f"go on: edgellm pull hf:{REPO}:tiny-Q4_1.gguf" in capsys.readouterr().out
     hub.trouble = Trouble()
-    assert main(["pull", f"hf:{REPO}:tiny-Q4_1.gguf"]) == 0
+    n_sent = hub.n_sent
+    assert main(["verify", "tiny-Q4_1", "--repair"]) == 0
+    assert "tiny-Q4_1 is complete and right" in capsys.readouterr().out
+    assert hub.n_sent - n_sent == len(hub.files[REPO]["tiny-Q4_1.gguf"]) - 58 * MiB
 
 
 def test_pull_refuses_what_does_not_fit_unless_forced(hub: HubServer, capsys: Captured) -> None:

@@ -15,7 +15,7 @@ from edgellm.store.importing import import_model
 from edgellm.store.local import find, list_models
 from tests.gguf.build import U16, gguf, pair, tensor
 from tests.store import layouts
-from tests.store.test_pull import model
+from tests.store.pulling import model
 
 pytestmark = pytest.mark.usefixtures("no_starter")
 

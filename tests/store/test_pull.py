@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,93 +22,24 @@ from edgellm.gguf.reader import check_file, read_gguf
 from edgellm.store import hub as store_hub
 from edgellm.store import pull as store_pull
 from edgellm.store import records, transfer
-from edgellm.store.catalog import HubRef, parse_hub_ref, resolve
+from edgellm.store.catalog import HubRef, resolve
 from edgellm.store.local import list_models
 from edgellm.store.records import Record
 from edgellm.store.transfer import Listener
 from edgellm.units import KiB
-from tests.gguf.build import STR, U16, gguf, pair, tensor
-from tests.hub_server import COMMIT, HubServer, Trouble, etag_of, hub_server
-
-REPO = "ann/tiny-GGUF"
-SIZE = 300 * KiB
-
-
-def model(name: str, size: int = SIZE, *pairs: bytes) -> bytes:
-    """A sound GGUF whose tensor holds noise, so that no two pieces are alike."""
-    data = gguf([pair("general.name", STR, name), *pairs], [tensor("a", (size,), 24, 0)])
-    return data + random.Random(name).randbytes(size)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(transfer, "BACK_OFF_S", (0.001, 0.01))
-    monkeypatch.setattr(transfer, "CHUNK", 16 * KiB)
-    with hub_server() as hub:
-        hub.files[REPO] = {
-            "tiny-Q4_K_M.gguf": model("q4"),
-            "tiny-Q8_0.gguf": model("q8", 2 * SIZE),
-            "mmproj-tiny-F16.gguf": model("see", 20 * KiB),
-            "README.md": b"# tiny",
-        }
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        yield hub
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.seen: list[tuple[int, int | None]] = []
-
-    def progress(self, name: str, done: int, total: int | None) -> None:
-        self.seen.append((done, total))
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
-
-
-def pull(ref: str = f"hf:{REPO}:Q4_K_M", listener: Listener | None = None, **kw: bool) -> Record:
-    parsed = parse_hub_ref(ref)
-    assert parsed is not None
-    listing = store_hub.listing(parsed)
-    choice = store_hub.choose(listing, parsed)
-    assert choice is not None
-    projector = listing.projectors[0] if kw.get("projector") else None
-    order = store_hub.order(listing, choice, projector)
-    return store_hub.fetch(order, check=check_file, listener=listener)
-
-
-def cache(home: Path) -> Path:
-    return home / ".cache/huggingface/hub/models--ann--tiny-GGUF"
-
-
-def files_below(folder: Path) -> set[str]:
-    """Every file that is there, locks and the hub's marker aside."""
-    found = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
-    return {str(p) for p in found if ".locks" not in p.parts}
-
-
-def assert_right(home: Path, hub: HubServer, name: str = "tiny-Q4_K_M.gguf") -> None:
-    """The model is whole, visible, listed as ours, and nothing else is lying about."""
-    data = hub.files[REPO][name]
-    path = cache(home) / "snapshots" / COMMIT / name
-    assert path.is_symlink()
-    assert path.read_bytes() == data
-    assert not list(home.rglob("*.incomplete"))
-    (ours,) = [m for m in list_models() if m.path == path]
-    assert ours.owner == "edgellm"
-    assert read_gguf(path).kind == "model"
-
-
-def assert_resumable(home: Path, hub: HubServer) -> None:
-    """Nothing is visible, the partial is a prefix of the file, and it is listed."""
-    assert not list(cache(home).glob("snapshots/*/*"))
-    assert "tiny-Q4_K_M" not in [m.name for m in list_models()]
-    data = hub.files[REPO]["tiny-Q4_K_M.gguf"]
-    for part in home.rglob("*.incomplete"):
-        assert data.startswith(part.read_bytes())
-    (record,) = records.load_all()
-    assert (record.complete, record.name, record.size) == (False, "tiny-Q4_K_M", len(data))
+from tests.gguf.build import U16, gguf, pair, tensor
+from tests.hub_server import COMMIT, HubServer, Trouble, etag_of
+from tests.store.pulling import (
+    REPO,
+    SIZE,
+    Notes,
+    assert_resumable,
+    assert_right,
+    cache,
+    files_below,
+    model,
+    pull,
+)
 
 
 def test_a_pull_leaves_the_layout_that_the_hubs_library_makes(home: Path, hub: HubServer) -> None:
@@ -421,6 +351,23 @@ def test_a_hub_in_trouble_says_so(hub: HubServer, status: int) -> None:
     hub.trouble = Trouble(api_status=status)
     with pytest.raises(DownloadError, match=f"HTTP {status}"):
         store_hub.listing(HubRef(repo=REPO))
+
+
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again(hub: HubServer) -> None:
+    hub.trouble = Trouble(api_status=503)
+    n_asked = []
+
+    class Clock:
+        @staticmethod
+        def sleep(_: float) -> None:
+            n_asked.append(len(hub.asked))
+            hub.trouble = Trouble()
+
+    hub.asked.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_hub, "time", Clock)
+        assert store_hub.listing(HubRef(repo=REPO)).repo == REPO
+    assert n_asked == [1]
 
 
 def test_an_unreachable_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from edgellm.store.local import LocalModel, find, list_models
 from edgellm.store.remove import removal_of, removal_of_record, remove
 from tests.hub_server import COMMIT, HubServer, Trouble
 from tests.store import layouts
-from tests.store.test_pull import REPO, cache, files_below, hub, model, pull  # noqa: F401
+from tests.store.pulling import REPO, cache, files_below, model, pull
 
 pytestmark = pytest.mark.usefixtures("no_starter")
 
@@ -26,7 +26,7 @@ def named(name: str) -> LocalModel:
     return found
 
 
-def test_a_pulled_model_leaves_nothing_behind(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_pulled_model_leaves_nothing_behind(home: Path, hub: HubServer) -> None:
     pull(projector=True)
     size = len(hub.files[REPO]["tiny-Q4_K_M.gguf"]) + len(hub.files[REPO]["mmproj-tiny-F16.gguf"])
     removal = removal_of(named("tiny-Q4_K_M"))
@@ -36,7 +36,7 @@ def test_a_pulled_model_leaves_nothing_behind(home: Path, hub: HubServer) -> Non
     assert (list_models(), records.load_all()) == ([], [])
 
 
-def test_a_projector_that_another_model_uses_stays(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_projector_that_another_model_uses_stays(home: Path, hub: HubServer) -> None:
     pull(projector=True)
     pull(f"hf:{REPO}:Q8_0", projector=True)
     removal = removal_of(named("tiny-Q4_K_M"))
@@ -47,7 +47,7 @@ def test_a_projector_that_another_model_uses_stays(home: Path, hub: HubServer) -
     assert named("tiny-Q8_0").mmproj.exists()  # type: ignore[union-attr]
 
 
-def test_a_blob_that_another_revision_uses_stays(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_blob_that_another_revision_uses_stays(home: Path, hub: HubServer) -> None:
     pull()
     blob = next((cache(home) / "blobs").iterdir())
     other = cache(home) / "snapshots" / ("f" * 40) / "tiny-Q4_K_M.gguf"
@@ -60,7 +60,7 @@ def test_a_blob_that_another_revision_uses_stays(home: Path, hub: HubServer) -> 
     assert not (cache(home) / "snapshots" / COMMIT).exists()
 
 
-def test_what_was_here_before_the_pull_stays(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_what_was_here_before_the_pull_stays(home: Path, hub: HubServer) -> None:
     layouts.hf(
         home / ".cache/huggingface/hub", REPO, "tiny-Q4_K_M.gguf", model("q4"), commit=COMMIT
     )
@@ -69,7 +69,7 @@ def test_what_was_here_before_the_pull_stays(home: Path, hub: HubServer) -> None
         removal_of(named("tiny-Q4_K_M"))
 
 
-def test_a_partial_is_deleted_only_when_asked(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_partial_is_deleted_only_when_asked(home: Path, hub: HubServer) -> None:
     hub.trouble = Trouble(cut_after=[90_000] + [0] * 20)
     with pytest.raises(StoreError):
         pull()

@@ -12,7 +12,7 @@ from edgellm.store.local import find, list_models
 from edgellm.store.verify import Finding, forget_stamps, record_of, verify
 from tests.hub_server import HubServer
 from tests.store import layouts
-from tests.store.test_pull import assert_right, cache, hub, pull  # noqa: F401
+from tests.store.pulling import assert_right, cache, pull
 
 pytestmark = pytest.mark.usefixtures("no_starter")
 
@@ -30,14 +30,14 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_a_sound_pull_is_right_by_its_digest(hub: HubServer) -> None:  # noqa: F811
+def test_a_sound_pull_is_right_by_its_digest(hub: HubServer) -> None:
     pull(projector=True)
     findings = look("tiny-Q4_K_M")
     assert len(findings) == 2
     assert all(f.problem is None and f.digest for f in findings)
 
 
-def test_a_flipped_bit_is_found_and_repaired_by_a_pull(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_flipped_bit_is_found_and_repaired_by_a_pull(home: Path, hub: HubServer) -> None:
     import os
 
     pull()
@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_found_and_repaired_by_a_pull(home: Path, hub: HubServe
     assert look("tiny-Q4_K_M")[0].problem is None
 
 
-def test_a_cut_file_is_found_by_its_structure(home: Path, hub: HubServer) -> None:  # noqa: F811
+def test_a_cut_file_is_found_by_its_structure(home: Path, hub: HubServer) -> None:
     pull()
     blob = next((cache(home) / "blobs").iterdir())
     blob.write_bytes(blob.read_bytes()[:-10])
