@@ -80,6 +80,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     what follows it (a tool call's opening tag under ``tool_choice: auto``)."""
     after: str | None = None
     """When set, the grammar sleeps until this string was generated (the end of thinking)."""
+    trigger_at_start: bool = False
+    """The trigger counts only where the answer begins (white space apart); else the grammar never
+    wakes."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,7 +89,7 @@ def prepare_chat(
     model to go on with. InvalidRequestError names the parameter.
     """
     plan = plan_tools(tools, tool_choice, parallel=parallel_tool_calls)
-    wanted = schema.response_schema(response_format)
+    wanted, dropped = schema.response_schema(response_format)
     conversation = shapes.read_messages(messages, can_see=model.can_see)
     extra = _extra(reasoning_effort, template_kwargs)
     source = templates.choose(model, template, with_tools=plan.mode != "none")
@@ -117,7 +117,7 @@ def prepare_chat(
         add_special=add_special,
         stop=("<|im_end|>",) if source == CHATML else (),
         grammar=build_grammar(plan, shape, wanted),
-        warnings=plan.warnings,
+        warnings=(*plan.warnings, *dropped),
         new_parser=_parser_maker(thinking, shape, plan),
         find_turns=lambda: turns.find(
             prompt,

@@ -17,6 +17,7 @@ from edgellm.request import Grammar, GrammarKind
 
 MAX_DEPTH: Final = 90  # serde_json, which reads the schema in the engine, stops at 128
 MAX_NODES: Final = 20_000
+MAX_ONE_OF: Final = 64
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 _TYPE_ALIASES: Final = {
     **{"int": "integer", "float": "number", "double": "number", "str": "string"},
@@ -90,6 +91,8 @@ class _Cleaner:
         check = getattr(self, f"_{key.lstrip('$')}", None)
         if key in _MAPS:
             out[key] = self._map(value, path, depth)
+        elif key == "oneOf":
+            self._one_of(out, value, path, depth)
         elif key in _LISTS:
             out[key] = self._list(value, path, depth)
         elif key in _SINGLE:
@@ -110,6 +113,17 @@ class _Cleaner:
             self.refuse(path, "a list of schemas is needed")
             return None
         return [self.clean(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+
+    def _one_of(self, out: dict[str, Any], value: Any, path: str, depth: int) -> None:
+        """Options that exclude each other are what anyOf says; others cannot be enforced."""
+        options = self._list(value, path, depth)
+        if options is None:
+            return
+        whole = [_follow(self.root, option) for option in value]
+        pairs = ((a, b) for i, a in enumerate(whole) for b in whole[:i])
+        if len(whole) > MAX_ONE_OF or not all(_are_disjoint(a, b) for a, b in pairs):
+            self.refuse(path, "these options may overlap: use anyOf")
+        out["allOf" if "anyOf" in out else "anyOf"] = options
 
     def _single(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, list):
@@ -161,9 +175,64 @@ class _Cleaner:
         return False
 
 
-def _resolves(root: Any, reference: str) -> bool:
-    if not reference.startswith("#"):
+def _follow(root: Any, schema: Any) -> Any:
+    """``schema``, or what its ``$ref`` names."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return _find(root, reference) if isinstance(reference, str) else schema
+
+
+def _are_disjoint(a: Any, b: Any) -> bool:
+    """Whether no value fits both: by type, by a constant, or by a property one must have and the
+    other cannot."""
+    if not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return False
+    if _excludes(_values(a), _values(b)) or _excludes(_types(a), _types(b)):
+        return True
+    if not _types(a) == _types(b) == {"object"}:
+        return False
+    names = [name for name in a.get("required", ()) if name in b.get("required", ())]
+    pa, pb = a.get("properties", {}), b.get("properties", {})
+    if any(_excludes(_values(pa.get(n)), _values(pb.get(n))) for n in names):
+        return True
+    return _lacks(a, b) or _lacks(b, a)
+
+
+def _excludes(a: set[Any] | None, b: set[Any] | None) -> bool:
+    return a is not None and b is not None and not a & b
+
+
+def _values(schema: Any) -> set[str] | None:
+    """The only values (as JSON) a schema allows; None when it names none."""
+    if isinstance(schema, Mapping) and "const" in schema:
+        return {json.dumps(schema["const"], sort_keys=True)}
+    if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
+        return {json.dumps(value, sort_keys=True) for value in schema["enum"]}
+    return None
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    kind = schema.get("type", "object" if "properties" in schema else None)
+    if kind is None:
+        return None
+    names = {str(name) for name in (kind if isinstance(kind, list) else [kind])}
+    return names | {"integer"} if "number" in names else names
+
+
+def _lacks(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether ``a`` needs a property that the closed object ``b`` does not have."""
+    properties = b.get("properties")
+    is_closed = bool(properties) and b.get("additionalProperties", False) is False
+    return is_closed and any(name not in properties for name in a.get("required", ()))
+
+
+def _resolves(root: Any, reference: str) -> bool:
+    return _find(root, reference) is not None
+
+
+def _find(root: Any, reference: str) -> Any:
+    """What a reference within the schema names; None when it is nothing there."""
+    if not reference.startswith("#"):
+        return None
     here = root
     for part in reference[1:].split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -172,8 +241,8 @@ def _resolves(root: Any, reference: str) -> bool:
         elif isinstance(here, Mapping) and name in here:
             here = here[name]
         else:
-            return False
-    return True
+            return None
+    return here
 
 
 def _close(schema: dict[str, Any]) -> None:
@@ -189,14 +258,16 @@ def _close(schema: dict[str, Any]) -> None:
 def relax(schema: Any, path: str) -> tuple[dict[str, Any], list[str]]:
     """A tool's parameters as an object schema the grammar takes, and a warning for each detail
     that was dropped. InvalidRequestError only when it is too large."""
+    out, warnings = _relaxed(schema if isinstance(schema, Mapping) else {}, path)
+    return {**out, "type": "object"}, warnings
+
+
+def _relaxed(schema: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
     warnings: list[str] = []
-    if not isinstance(schema, Mapping):
-        return {"type": "object"}, []
-    cleaned = _Cleaner(schema, lambda where, what: warnings.append(f"{where}: {what}"))
-    out = cleaned.clean(schema, path)
-    out["type"] = "object"
-    if out.get("additionalProperties") is False:
-        out["required"] = [n for n in out.get("required", ()) if n in out.get("properties", {})]
+    cleaner = _Cleaner(schema, lambda where, what: warnings.append(f"{where}: {what}"))
+    out = dict(cleaner.clean(schema, path))
+    if out.get("additionalProperties") is False and "required" in out:
+        out["required"] = [n for n in out["required"] if n in out.get("properties", {})]
     # Open where parts of an allOf would each close the other's properties.
     for part in out.get("allOf", ()):
         if isinstance(part, dict) and part.get("additionalProperties") is False:
@@ -217,32 +288,41 @@ def check(schema: Any, param: str) -> dict[str, Any]:
     return dict(out)
 
 
-def response_schema(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The schema an OpenAI ``response_format`` asks for; None for text."""
+def response_schema(
+    response_format: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The schema an OpenAI ``response_format`` asks for (None for text), and warnings: with
+    ``strict: false`` what cannot be enforced is dropped, else it is refused."""
     if response_format is None:
-        return None
+        return None, []
     kind = response_format.get("type")
     if kind in (None, "text"):
-        return None
+        return None, []
     if kind == "json_object":
         # llama-server's clients put a schema here.
         given = response_format.get("schema")
-        return check(given, "response_format.schema") if given else {"type": "object"}
+        return (check(given, "response_format.schema") if given else {"type": "object"}), []
     if kind == "json_schema":
-        wrapper = response_format.get("json_schema")
-        if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
-            given = response_format.get("schema")
-            if isinstance(given, Mapping):
-                return check(given, "response_format.schema")
-            raise InvalidRequestError(
-                "response_format json_schema needs json_schema.schema",
-                param="response_format.json_schema.schema",
-            )
-        return check(wrapper["schema"], "response_format.json_schema.schema")
+        return _json_schema(response_format)
     raise InvalidRequestError(
         f"response_format.type must be text, json_object or json_schema, not {kind!r}",
         param="response_format.type",
     )
+
+
+def _json_schema(response_format: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    wrapper = response_format.get("json_schema")
+    param = "response_format.json_schema.schema"
+    if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
+        wrapper, param = response_format, "response_format.schema"
+    if "schema" not in wrapper:
+        raise InvalidRequestError(
+            "response_format json_schema needs json_schema.schema",
+            param="response_format.json_schema.schema",
+        )
+    if wrapper.get("strict") is False and isinstance(wrapper["schema"], Mapping):
+        return _relaxed(wrapper["schema"], "$")
+    return check(wrapper["schema"], param), []
 
 
 # One space, or a line break with its indentation: room for readable JSON, none to wander.

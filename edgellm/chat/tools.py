@@ -204,12 +204,14 @@ def build_grammar(
         return shape.document(calls, rules)
     if response is not None:
         return shape.document(f"({calls} | answer)", f"{rules}\n{_answer_rule(shape, response)}")
-    if not shape.family.wakes_at:
-        return None
+    at_start = shape.family.trigger_rules
+    if at_start is not None:
+        rules = at_start(plan.callable, plan.parallel)
     return Grammar(
         kind=GrammarKind.LARK,
         text=f"start: calls\n{rules}\n",
         trigger=shape.family.wakes_at,
+        trigger_at_start=at_start is not None,
         after=shape.after,
     )
 

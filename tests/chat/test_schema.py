@@ -81,6 +81,34 @@ KEPT: dict[str, tuple[Any, Any, Any]] = {
     "an enum": (obj(a={"enum": ["x", 1, None]}), {"a": None}, {"a": "y"}),
     "a constant": (obj(a={"const": {"k": [1]}}), {"a": {"k": [1]}}, {"a": {}}),
     "bounds": (obj(a={"type": "integer", "minimum": 3, "exclusiveMaximum": 5}), {"a": 4}, {"a": 5}),
+    "oneOf by a constant": (
+        obj(
+            a={
+                "oneOf": [
+                    {**obj(kind={"const": "x"}, n={}), "required": ["kind"]},
+                    {**obj(kind={"enum": ["y", "z"]}, n={}), "required": ["kind"]},
+                ]
+            }
+        ),
+        {"a": {"kind": "z"}},
+        {"a": {"kind": "w"}},
+    ),
+    "oneOf by what is needed": (
+        {
+            **obj(a={"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}),
+            "$defs": {
+                "A": {**obj(x={"type": "integer"}), "required": ["x"]},
+                "B": {**obj(y={"type": "integer"}), "required": ["y"]},
+            },
+        },
+        {"a": {"y": 1}},
+        {"a": {"z": 1}},
+    ),
+    "oneOf by type": (
+        obj(a={"oneOf": [{"type": "string"}, {"type": "null"}]}),
+        {"a": None},
+        {"a": 1},
+    ),
     "allOf": (
         {"type": "object", "allOf": [obj(a={"type": "string"}), obj(b={"type": "integer"})]},
         {"a": "x", "b": 1},
@@ -116,6 +144,11 @@ RELAXED: dict[str, tuple[Any, Any, str]] = {
         "p.properties.a.format",
     ),
     "not": (obj(a={"not": {"type": "string"}}), {"a": "x"}, "p.properties.a.not"),
+    "oneOf that overlaps": (
+        obj(a={"oneOf": [{"type": "number"}, {"type": "integer"}]}),
+        {"a": 1},
+        "p.properties.a.oneOf",
+    ),
     "if and then": ({**obj(a={}), "if": {}, "then": {}}, {"a": 1}, "p.if"),
     "unique items": (
         obj(a={"type": "array", "uniqueItems": True}),
@@ -195,12 +228,12 @@ def test_a_bottomless_schema_is_refused(schema: dict[str, Any]) -> None:
 
 
 def test_text_needs_no_schema() -> None:
-    assert response_schema(None) is None
-    assert response_schema({"type": "text"}) is None
+    assert response_schema(None) == (None, [])
+    assert response_schema({"type": "text"}) == (None, [])
 
 
 def test_json_object_is_any_object() -> None:
-    assert response_schema({"type": "json_object"}) == {"type": "object"}
+    assert response_schema({"type": "json_object"}) == ({"type": "object"}, [])
 
 
 def test_json_schema_is_unwrapped() -> None:
@@ -208,7 +241,7 @@ def test_json_schema_is_unwrapped() -> None:
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": obj(a={"type": "integer"})},
     }
-    schema = response_schema(wrapped)
+    schema, _ = response_schema(wrapped)
     assert schema is not None
     assert schema["properties"] == {"a": {"type": "integer"}}
 
@@ -228,3 +261,11 @@ def test_a_wrong_response_format_names_its_part(given: dict[str, Any], param: st
     with pytest.raises(InvalidRequestError) as caught:
         response_schema(given)
     assert caught.value.param == param
+
+
+def test_a_schema_that_is_not_strict_is_relaxed_with_a_warning() -> None:
+    inner = {"name": "x", "strict": False, "schema": obj(a={"type": "string", "format": "odd"})}
+    schema, warnings = response_schema({"type": "json_schema", "json_schema": inner})
+    assert schema is not None
+    assert schema["properties"] == {"a": {"type": "string"}}
+    assert warnings == ["$.properties.a.format: the format 'odd' cannot be enforced"]

