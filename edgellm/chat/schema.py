@@ -59,6 +59,8 @@ class _Cleaner:
         self.root = root
         self.refuse = refuse
         self.n_nodes = 0
+        # The parts of an allOf, wherever they are defined, must let each other's properties in.
+        self.closes = not _mentions(root, "allOf")
 
     def clean(self, schema: Any, path: str, depth: int = 0) -> Any:
         self.n_nodes += 1
@@ -78,7 +80,8 @@ class _Cleaner:
             self._keyword(out, key, value, f"{path}.{key}", depth)
         if schema.get("nullable") is True and isinstance(out.get("type"), str):
             out["type"] = [out["type"], "null"]
-        _close(out)
+        if self.closes:
+            _close(out)
         return out
 
     def _keyword(self, out: dict[str, Any], key: str, value: Any, path: str, depth: int) -> None:
@@ -175,6 +178,21 @@ class _Cleaner:
         return False
 
 
+def _mentions(schema: Any, keyword: str) -> bool:
+    left = [schema]
+    for _ in range(MAX_NODES):
+        if not left:
+            return False
+        item = left.pop()
+        if isinstance(item, Mapping):
+            if keyword in item:
+                return True
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+    return False
+
+
 def _follow(root: Any, schema: Any) -> Any:
     """``schema``, or what its ``$ref`` names."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
@@ -220,7 +238,7 @@ def _types(schema: Mapping[str, Any]) -> set[str] | None:
 
 def _lacks(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether ``a`` needs a property that the closed object ``b`` does not have."""
-    properties = b.get("properties")
+    properties = b.get("properties") or {}
     is_closed = bool(properties) and b.get("additionalProperties", False) is False
     return is_closed and any(name not in properties for name in a.get("required", ()))
 
@@ -268,10 +286,6 @@ def _relaxed(schema: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list
     out = dict(cleaner.clean(schema, path))
     if out.get("additionalProperties") is False and "required" in out:
         out["required"] = [n for n in out["required"] if n in out.get("properties", {})]
-    # Open where parts of an allOf would each close the other's properties.
-    for part in out.get("allOf", ()):
-        if isinstance(part, dict) and part.get("additionalProperties") is False:
-            del part["additionalProperties"]
     return out, warnings
 
 

@@ -81,6 +81,14 @@ KEPT: dict[str, tuple[Any, Any, Any]] = {
     "an enum": (obj(a={"enum": ["x", 1, None]}), {"a": None}, {"a": "y"}),
     "a constant": (obj(a={"const": {"k": [1]}}), {"a": {"k": [1]}}, {"a": {}}),
     "bounds": (obj(a={"type": "integer", "minimum": 3, "exclusiveMaximum": 5}), {"a": 4}, {"a": 5}),
+    "allOf with a base": (
+        {
+            **obj(a={"allOf": [{"$ref": "#/$defs/Base"}, obj(b={"type": "integer"})]}),
+            "$defs": {"Base": {**obj(id={"type": "string"}), "required": ["id"]}},
+        },
+        {"a": {"id": "x", "b": 1}},
+        {"a": {"b": 1}},
+    ),
     "oneOf by a constant": (
         obj(
             a={
