@@ -66,7 +66,8 @@ class ChatScreen(EdgeScreen):
     MODE = "chat"
     CSS = """
     ChatScreen #sidebar {
-        dock: left; width: 32; border-right: vkey $border; padding: 0 1; display: none;
+        dock: left; width: 32; margin: 2 0 1 0; border-right: vkey $border; padding: 0 1;
+        display: none;
     }
     ChatScreen.-sidebar #sidebar { display: block; }
     ChatScreen #find { background: $background; height: 1; }
@@ -138,6 +139,7 @@ class ChatScreen(EdgeScreen):
     def ready(self) -> None:
         self.set_class(self.size.width >= 110, "-sidebar")
         self.add_class("-blank")
+        self.query_one(Composer).cursor_blink = self.edge.preferred.animations
         self.watch(self.app, "endpoint", self._endpoint_changed)
         self.watch(self.app, "loading", self._show_hint)
         self.set_interval(SAVE_S, self._save)

@@ -11,8 +11,8 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
-GROUPS = (("Stepper", "A value"), ("Transcript", "The conversation"), ("Composer", "Writing"))
-HIDDEN = {"Submit", "Copy selected text", "Help"}
+ORDER = ("This screen", "The conversation", "A value", "Writing", "Everywhere")
+PLACES = {"Stepper": "A value", "Transcript": "The conversation", "Composer": "Writing"}
 
 
 class HelpScreen(ModalScreen[None]):
@@ -27,39 +27,38 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         box = VerticalScroll(Static(self._table()), classes="dialog")
         box.border_title = "Keys"
-        box.border_subtitle = "esc closes · ctrl+p finds any command"
+        box.border_subtitle = "esc closes · ctrl+p finds any command · tui.keys changes keys"
         yield box
 
     def _table(self) -> Table:
         ink = self.app.theme_variables
         table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(justify="right", style=f"bold {ink['primary']}", width=22)
-        table.add_column(style=ink["foreground"])
+        table.add_column(justify="right", style=f"bold {ink['primary']}", width=14, no_wrap=True)
+        table.add_column(style=ink["foreground"], ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(style=ink["faint"], no_wrap=True)
         group = ""
-        for where, keys, text in self._rows():
+        for where, keys, text, name in self._rows():
             if where != group:
-                table.add_row("", "") if group else None
-                table.add_row("", f"[{ink['muted']}]{where}[/]")
+                if group:
+                    table.add_row("", "", "")
+                table.add_row("", f"[{ink['muted']}]{where}[/]", "")
                 group = where
-            table.add_row(keys, text)
+            table.add_row(keys, text, name)
         return table
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        rows: dict[tuple[str, str], list[str]] = {}
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """(place, keys, what they do, the name for remapping), this screen's first."""
+        rows: dict[str, tuple[str, list[str], str]] = {}
         for active in self._below.active_bindings.values():
-            text = active.binding.tooltip or active.binding.description
-            if active.binding.system or not text or text in HIDDEN:
+            binding = active.binding
+            if binding.id is None or not binding.description:
                 continue
-            key = self.app.get_key_display(active.binding)
-            rows.setdefault((_place(active), text), []).append(key)
-        return [(where, " ".join(keys), text) for (where, text), keys in rows.items()]
+            _, keys, _ = rows.setdefault(binding.id, (_place(active), [], binding.description))
+            keys.append(self.app.get_key_display(binding))
+        found = [(where, " ".join(keys), text, id_) for id_, (where, keys, text) in rows.items()]
+        return sorted(found, key=lambda row: ORDER.index(row[0]))
 
 
 def _place(active: ActiveBinding) -> str:
     name = type(active.node).__name__
-    for known, label in GROUPS:
-        if name == known:
-            return label
-    if name == "EdgeApp":
-        return "Everywhere"
-    return "This screen" if name.endswith("Screen") else name
+    return PLACES.get(name, "Everywhere" if name == "EdgeApp" else "This screen")

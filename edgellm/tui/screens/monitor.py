@@ -10,6 +10,7 @@ from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import Grid, Horizontal, Vertical
 from textual.reactive import reactive
 from textual.widgets import DataTable, Static
@@ -36,6 +37,15 @@ METRICS: Final = (
     ("ram", "RAM"),
     ("cpu", "CPU"),
 )
+# A plot's lines: metric, label, scale, mark, colour.
+PLOTS: Final = {
+    "throughput": (("decode", "decode tok/s", 1.0, "braille", "primary"),),
+    "latency": (
+        ("ttft", "TTFT ms", 1000.0, "braille", "primary"),
+        ("tpot", "TPOT ms", 1000.0, "dot", "accent"),
+    ),
+}
+TITLES: Final = {"throughput": "decode tok/s", "latency": "TTFT and TPOT, ms"}
 
 
 class MonitorScreen(EdgeScreen):
@@ -50,7 +60,9 @@ class MonitorScreen(EdgeScreen):
     MonitorScreen.-narrow Metric { height: 3; }
     MonitorScreen.-narrow Metric Spark { height: 1; }
     MonitorScreen #plots { height: 1fr; min-height: 8; padding: 0 1; margin-top: 1; }
-    MonitorScreen #plots PlotextPlot { background: $surface; margin-right: 1; }
+    MonitorScreen #plots PlotextPlot {
+        background: $surface; border: round $border; border-title-color: $muted;
+    }
     MonitorScreen.-narrow #plots { display: none; }
     MonitorScreen.-short #plots { display: none; }
     MonitorScreen #below { height: 1fr; min-height: 5; padding: 0 1; margin-top: 1; }
@@ -112,8 +124,9 @@ class MonitorScreen(EdgeScreen):
         from textual_plotext import PlotextPlot
 
         box = self.query_one("#plots")
-        for name in ("throughput", "latency"):
+        for name, title in TITLES.items():
             plot = PlotextPlot(id=f"plot-{name}")
+            plot.border_title = f"{title} · last {HISTORY // 60} minutes"
             self._plots[name] = plot.plt
             await box.mount(plot)
         self._draw()
@@ -225,26 +238,21 @@ class MonitorScreen(EdgeScreen):
             table.move_cursor(row=min(row, len(requests) - 1))
 
     def _draw(self) -> None:
-        """Both plots again, from the cards' readings."""
-        if not self._plots or not self.is_current:
+        """Both plots again, from the cards' readings. Each line has a mark of its own."""
+        if len(self._plots) < len(PLOTS) or not self.is_current:
             return
-        lines = {
-            "throughput": (("decode", "tok/s"), ("prefill", "prefill")),
-            "latency": (("ttft", "TTFT ms"), ("tpot", "TPOT ms")),
-        }
-        scale = {"throughput": 1.0, "latency": 1000.0}
-        for name, plt in self._plots.items():
+        ink = self.app.theme_variables
+        for name, lines in PLOTS.items():
+            plt = self._plots[name]
             plt.clear_data()
-            plt.title(f"{name}, last {HISTORY // 60} minutes")
             plt.xaxes(True, False)
             plt.yaxes(True, False)
             plt.xticks([])
-            for (metric, label), color in zip(lines[name], _colors(self), strict=True):
+            for metric, label, scale, marker, color in lines:
                 data = self.query_one(f"#metric-{metric}", Metric).data
-                if metric == "prefill":
-                    continue  # its scale would flatten the decode speed
-                values = [value * scale[name] for value in data]
-                plt.plot(values, label=label, marker="braille", color=color)
+                values = [value * scale for value in data]
+                rgb = tuple(Color.parse(ink[color]).rgb)
+                plt.plot(values, label=label if len(lines) > 1 else None, marker=marker, color=rgb)
             self.query_one(f"#plot-{name}").refresh()
 
     # -- doing -----------------------------------------------------------------------------------
@@ -279,13 +287,6 @@ class MonitorScreen(EdgeScreen):
 
     def commands(self) -> list[Command]:
         return [("Attach to a server", "Watch a server that runs already", self.action_attach)]
-
-
-def _colors(screen: MonitorScreen) -> list[tuple[int, ...]]:
-    from textual.color import Color
-
-    ink = screen.app.theme_variables
-    return [tuple(Color.parse(ink[name]).rgb) for name in ("primary", "accent")]
 
 
 def _cells(request: RunningRequest, ink: dict[str, str]) -> list[Text]:

@@ -45,7 +45,8 @@ class PlanScreen(EdgeScreen):
 
     MODE = "plan"
     CSS = """
-    PlanScreen #head { height: 2; padding: 0 2; }
+    PlanScreen #head { height: 2; padding: 0 2; margin-bottom: 1; }
+    PlanScreen #steppers { height: auto; }
     PlanScreen #bars { height: auto; max-height: 60%; padding: 0 2; }
     PlanScreen #bars LedgerBar { margin-bottom: 1; }
     PlanScreen #lower { height: 1fr; }
@@ -56,6 +57,7 @@ class PlanScreen(EdgeScreen):
     PlanScreen.-narrow #bars LedgerBar { margin-bottom: 0; }
     PlanScreen.-narrow #head, PlanScreen.-narrow #bars { padding: 0 1; }
     PlanScreen.-narrow #steps { width: 1fr; padding: 0 0 0 1; }
+    PlanScreen.-narrow #head { margin-bottom: 0; }
     PlanScreen.-narrow #change { margin-top: 0; }
     PlanScreen.-narrow #side { display: none; }
     PlanScreen.-narrow.-why #steps { display: none; }

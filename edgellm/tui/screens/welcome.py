@@ -159,18 +159,19 @@ class WelcomeScreen(EdgeScreen):
 
 
 def spread(rows: list[ModelRow]) -> list[Suggestion]:
-    """Three that chat and run well here, small to large: the best verdict that there is."""
-    order = ("gpu", "partial", "cpu")
+    """Three that chat and run well here, small to large; whole on the GPU before in part."""
     chats = [row for row in rows if "embedding" not in row.about and "rerank" not in row.about]
-    best = min((order.index(row.verdict) for row in chats if row.verdict in order), default=None)
-    if best is None:
+    chats.sort(key=lambda row: row.n_bytes)
+    good = [row for row in chats if row.verdict == "gpu"]
+    if len(good) < 3:
+        good += [row for row in chats if row.verdict == "partial"][: 3 - len(good)]
+    if not good:
+        # On a CPU the largest that fits answers slowly: half-way up is worth starting with.
+        fits = [row for row in chats if row.verdict == "cpu"]
+        good = fits[: max(len(fits) // 2, 3)]
+    if not good:
         return []
-    good = [row for row in chats if row.verdict == order[best]]
-    good.sort(key=lambda row: row.n_bytes)
-    # On a CPU the largest that fits answers slowly: half-way up is the largest worth starting with.
-    if order[best] == "cpu":
-        good = good[: max(len(good) // 2, 1)]
-    places = sorted({len(good) // 4, len(good) // 2, len(good) - 1})
+    places = sorted({0 if len(good) <= 3 else len(good) // 4, len(good) // 2, len(good) - 1})
     return [Suggestion(good[place]) for place in places]
 
 
