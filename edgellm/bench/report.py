@@ -149,19 +149,14 @@ def show_entries(console: Console, entries: Sequence[Entry]) -> None:
         console.print("no runs yet: edgellm bench MODEL")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("run", "kind", "started", "label", "target", "model", "scenario", "result"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("run", "kind"))
+    for title in ("run", "started", "what", "model", "result"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("run", "started"))
     for e in entries:
-        table.add_row(
-            str(e.id),
-            e.kind,
-            e.started[:16].replace("T", " "),
-            e.label,
-            e.target,
-            PurePath(e.model).name,
-            e.scenario,
-            e.headline,
-        )
+        model = Text(PurePath(e.model).name)
+        if e.label:
+            model.append(f" [{e.label}]", style="cyan")
+        what = f"{e.kind} {e.scenario}" + (f" ({e.target})" if e.kind == "bench" else "")
+        table.add_row(str(e.id), e.started[5:16].replace("T", " "), what, model, e.headline)
     console.print(table)
 
 

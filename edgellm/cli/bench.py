@@ -46,7 +46,7 @@ def bench(
     objective: str | None = None,
     model: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None,
-    serve_args: str = "",
+    serve_args: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     label: str = "",
     seed: str = "1",
     timeout: str = "600s",

@@ -1,0 +1,101 @@
+"""The commands from end to end, with engines that need no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgellm import config
+from edgellm.cli import main
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path))
+    monkeypatch.setenv("EDGELLM_ENGINE_BACKEND", "scripted")
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> Any:
+    assert main([*args, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+SMALL = ("-n", "2", "--repeats", "1", "--max-tokens", "4", "--prompt-words", "8")
+
+
+def test_a_model_is_served_measured_kept_compared_and_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for label, flags in (("a", "--parallel 2"), ("b", "--parallel 2 --kv q8_0")):
+        run = printed(
+            capsys, "bench", "starter", "-c", "1,2", *SMALL, "--label", label, "--serve-args", flags
+        )
+        assert [level["concurrency"] for level in run["levels"]] == [1, 2]
+        assert run["levels"][0]["stats"]["n_output_mean"]["median"] == 4
+        assert run["target"]["about"]["kind"] == "edgellm"
+        assert run["target"]["model_digest"].startswith("ends-sha256:")
+        assert run["target"]["memory"]["resident"] > 0
+    listed = printed(capsys, "bench", "ls")
+    assert [entry["label"] for entry in listed] == ["b", "a"]
+    found = printed(capsys, "bench", "diff", "a", "b")
+    assert ["params.type_k", "f16", "q8_0"] in found["settings"]
+    page = tmp_path / "page.html"
+    assert main(["bench", "export", "a", "b", "-o", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["bench", "show", "a", "--plot"]) == 0
+    assert "#1 edgellm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["bench", "starter", "-c", "none"], "numbers such as"),
+        (["bench", "starter", "-c", "0"], "above 0"),
+        (["bench", "starter", "-s", "nonesuch"], "no scenario"),
+        (["bench", "starter", "--objective", "fast"], "an objective reads"),
+        (["bench", "show", "99"], "no run '99'"),
+        (["bench", "diff"], "no run 'last-1'"),
+        (["eval", "kl", "starter"], "configurations needed"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], args: list[str], word: str
+) -> None:
+    assert main(args) == 2
+    assert word in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_tune_measures_keeps_its_run_and_what_it_writes_can_be_rolled_back(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    args = ("tune", "starter", "--budget", "2s", "--max-tokens", "4", "--prompt-words", "8")
+    result = printed(capsys, *args, "--threads", "1", "--ubatch", "64", "--batch", "512")
+    assert result["baseline_score"] > 0
+    assert not {"plan.threads", "plan.ubatch"} & set(result["best"])
+    (entry,) = printed(capsys, "bench", "ls", "--kind", "tune")
+    assert entry["label"] == "tuned-smollm2-135m-instruct-q4-1-cpu"
+    if result["best"]:
+        assert config.load({"profile": entry["label"]}).settings.plan.ubatch == 64
+        assert main(["profile", "rollback", entry["label"]]) == 0
+    assert not (home / "config" / "profiles" / f"{entry['label']}.toml").exists()
+
+
+def test_tune_shows_what_it_would_try(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "tune", "starter", "--dry-run", "--for", "throughput")
+    names = [variable["name"] for variable in found]
+    assert "n_ubatch" in names
+    assert "n_seq_max" in names
+
+
+def test_rollback_with_nothing_to_undo_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "rollback"]) == 2
+    assert "tuning has not written any profile" in capsys.readouterr().err
