@@ -9,10 +9,10 @@ _edgellm() {
   prev="${COMP_WORDS[COMP_CWORD-1]}"
 
   # Build list of options that take values (to skip their arguments)
-  local options_with_values='--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
 
   # Build list of all valid command names (to distinguish from positionals)
-  local all_commands='batch bench chat config diff doctor export import ls path plan profile ps pull quantize rm rollback search serve set setup show stop tui tune unset verify'
+  local all_commands='ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
 
   # Detect command path by collecting valid command words only
   local -a cmd_path=()
@@ -74,7 +74,7 @@ _edgellm() {
           [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
         done
       else
-        local -a _c=("bench" "tune" "plan" "pull" "ls" "rm" "search" "verify" "import" "quantize" "tui" "chat" "serve" "batch" "ps" "stop" "doctor" "profile" "config" "setup")
+        local -a _c=("bench" "tune" "eval" "plan" "pull" "ls" "rm" "search" "verify" "import" "quantize" "tui" "chat" "serve" "batch" "ps" "stop" "doctor" "profile" "config" "setup")
         local _q
         COMPREPLY=()
         for _x in "${_c[@]}"; do
@@ -595,6 +595,23 @@ _edgellm() {
             COMPREPLY=()
           fi
           ;;
+        "eval")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local -a _c=("perplexity" "kl" "regress" "ab")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          fi
+          ;;
         "import")
           if [[ ${cur} == -* ]]; then
             local -a _c=("--copy" "--name" "--json" "--help" "-h" "--version")
@@ -620,7 +637,7 @@ _edgellm() {
           ;;
         "ls")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--json" "--help" "-h" "--version")
+            local -a _c=("--exact" "--json" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -774,7 +791,7 @@ _edgellm() {
               [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
             done
           else
-            local -a _c=("rollback")
+            local -a _c=("ls" "show" "use" "rollback")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -796,7 +813,7 @@ _edgellm() {
           ;;
         "pull")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--name" "--mmproj" "--vram" "--ram" "--dry-run" "--force" "--json" "--help" "-h" "--version")
+            local -a _c=("--name" "--mmproj" "--no-mmproj" "--vram" "--ram" "--dry-run" "--force" "--json" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1726,7 +1743,198 @@ _edgellm() {
             COMPREPLY=()
           fi
           ;;
+        "eval ab")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--cases" "--a" "--b" "--seed" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --cases)
+                COMPREPLY=()
+                ;;
+              --a)
+                COMPREPLY=()
+                ;;
+              --b)
+                COMPREPLY=()
+                ;;
+              --seed)
+                COMPREPLY=()
+                ;;
+              *)
+                case ${positional_count} in
+                  0)
+                    COMPREPLY=()
+                    ;;
+                  1)
+                    COMPREPLY=()
+                    ;;
+                  2)
+                    COMPREPLY=()
+                    ;;
+                  *)
+                    COMPREPLY=()
+                    ;;
+                esac
+                ;;
+            esac
+          fi
+          ;;
+        "eval kl")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--reference" "--text" "--chunks" "--piece" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --reference)
+                COMPREPLY=()
+                ;;
+              --text)
+                COMPREPLY=()
+                ;;
+              --chunks)
+                COMPREPLY=()
+                ;;
+              --piece)
+                COMPREPLY=()
+                ;;
+              *)
+                case ${positional_count} in
+                  0)
+                    COMPREPLY=()
+                    ;;
+                  *)
+                    COMPREPLY=()
+                    ;;
+                esac
+                ;;
+            esac
+          fi
+          ;;
+        "eval perplexity")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--text" "--chunks" "--piece" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --text)
+                COMPREPLY=()
+                ;;
+              --chunks)
+                COMPREPLY=()
+                ;;
+              --piece)
+                COMPREPLY=()
+                ;;
+              *)
+                COMPREPLY=()
+                ;;
+            esac
+          fi
+          ;;
+        "eval regress")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--cases" "--a" "--b" "--all" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --cases)
+                COMPREPLY=()
+                ;;
+              --a)
+                COMPREPLY=()
+                ;;
+              --b)
+                COMPREPLY=()
+                ;;
+              *)
+                case ${positional_count} in
+                  0)
+                    COMPREPLY=()
+                    ;;
+                  1)
+                    COMPREPLY=()
+                    ;;
+                  2)
+                    COMPREPLY=()
+                    ;;
+                  *)
+                    COMPREPLY=()
+                    ;;
+                esac
+                ;;
+            esac
+          fi
+          ;;
+        "profile ls")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            COMPREPLY=()
+          fi
+          ;;
         "profile rollback")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            COMPREPLY=()
+          fi
+          ;;
+        "profile show")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            COMPREPLY=()
+          fi
+          ;;
+        "profile use")
           if [[ ${cur} == -* ]]; then
             local -a _c=("--help" "-h" "--version")
             local _q

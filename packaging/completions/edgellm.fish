@@ -5,8 +5,8 @@
 function __fish_edgellm_using_command
     set -l cmd (commandline -opc)
     set -l subcommands
-    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
-    set -l all_commands 'batch bench chat config diff doctor export import ls path plan profile ps pull quantize rm rollback search serve set setup show stop tui tune unset verify'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l all_commands 'ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
     set -l skip_next 0
     # Extract command words (only real subcommand names) from command line
     set -e cmd[1]
@@ -45,7 +45,7 @@ end
 function __fish_edgellm_positional_index
     set -l cmd (commandline -opc)
     set -l path_len $argv[1]
-    set -l options_with_values '--after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --backend --batch --before --budget --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
     set -l skip_next 0
     set -l consumed_path 0
     set -l count 0
@@ -73,6 +73,7 @@ end
 # Root-level commands
 complete -c edgellm -n __fish_use_subcommand -a 'bench' -d 'Measure speed: time to first token, gaps between tokens, rates, errors, with th…'
 complete -c edgellm -n __fish_use_subcommand -a 'tune' -d 'Search for better settings by measuring, one variable at a time, from the plan …'
+complete -c edgellm -n __fish_use_subcommand -a 'eval' -d ''
 complete -c edgellm -n __fish_use_subcommand -a 'plan' -d 'What fits where, to the MiB, before loading.'
 complete -c edgellm -n __fish_use_subcommand -a 'pull' -d 'Download a model, checked; without a quantisation named, the one that suits thi…'
 complete -c edgellm -n __fish_use_subcommand -a 'ls' -d 'The models on this machine: edgellm'\''s own and those that other programs downloa…'
@@ -88,7 +89,7 @@ complete -c edgellm -n __fish_use_subcommand -a 'batch' -d 'Answer a file of req
 complete -c edgellm -n __fish_use_subcommand -a 'ps' -d 'Running servers of this user, their models and what they do.'
 complete -c edgellm -n __fish_use_subcommand -a 'stop' -d 'Unload a model, or stop a server when no model is named.'
 complete -c edgellm -n __fish_use_subcommand -a 'doctor' -d 'What this machine has, what is wrong, and the exact command that mends it.'
-complete -c edgellm -n __fish_use_subcommand -a 'profile' -d ''
+complete -c edgellm -n __fish_use_subcommand -a 'profile' -d 'Settings for a class of hardware, each value with its reason.'
 complete -c edgellm -n __fish_use_subcommand -a 'config' -d 'Print every setting, its value and where it came from.'
 complete -c edgellm -n __fish_use_subcommand -a 'setup' -d 'Install the engine (llama.cpp) for this machine'\''s GPU, and prove that it works.'
 # Root-level options
@@ -304,6 +305,55 @@ complete -c edgellm -n '__fish_edgellm_using_command doctor' -l version -d 'Disp
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -l measure -d 'Also measure the memory bandwidth, which bounds decoding on the CPU (2 seconds).'
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -l json -d 'Print JSON (edgellm.doctor/1).'
 
+# Subcommands for: eval
+complete -c edgellm -n '__fish_edgellm_using_command eval' -a 'perplexity' -d 'Perplexity of a text: how surprised a model is by it. Lower is better; compare …'
+complete -c edgellm -n '__fish_edgellm_using_command eval' -a 'kl' -d 'Kullback-Leibler divergence from a reference: what a smaller quantisation or ca…'
+complete -c edgellm -n '__fish_edgellm_using_command eval' -a 'regress' -d 'Answer a set of prompts with two configurations and compare: same text, length,…'
+complete -c edgellm -n '__fish_edgellm_using_command eval' -a 'ab' -d 'Choose blindly between two configurations'\'' answers; the tally with its confiden…'
+# Options for: eval
+complete -c edgellm -n '__fish_edgellm_using_command eval' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval' -l version -d 'Display application version.'
+
+# Options for: eval ab
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l cases -r -d 'A .jsonl; each line {"prompt"} or {"messages"}, and optionally "max_tokens".'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l a -r -d 'One configuration, with its flags in one string.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l b -r -d 'The other.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l seed -r -d 'Fixes the order of questions and sides.'
+complete -c edgellm -n '__fish_edgellm_using_command eval ab' -l json -d 'Print the tally as JSON.'
+
+# Options for: eval kl
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l reference -r -d 'The configuration to be faithful to, with its flags in one string.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l text -r -d 'A text, or a .jsonl of prompts; Python'\''s own language reference otherwise.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l chunks -r -d 'Pieces of the text to use.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l piece -r -d 'Tokens a piece; the second half of each counts.'
+complete -c edgellm -n '__fish_edgellm_using_command eval kl' -l json -d 'Print JSON.'
+
+# Options for: eval perplexity
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l text -r -d 'A text, or a .jsonl of prompts; Python'\''s own language reference otherwise.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l chunks -r -d 'Pieces of the text to use.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l piece -r -d 'Tokens a piece; the second half of each counts.'
+complete -c edgellm -n '__fish_edgellm_using_command eval perplexity' -l json -d 'Print JSON.'
+
+# Options for: eval regress
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l cases -r -d 'A .jsonl; each line {"prompt"} or {"messages"} and optionally "name", "expect" …'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l a -r -d 'The configuration it should be as good as, with its flags in one string.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l b -r -d 'The configuration to judge.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l all -d 'Show every case, not only those that differ.'
+complete -c edgellm -n '__fish_edgellm_using_command eval regress' -l json -d 'Print JSON.'
+
 # Options for: import
 complete -c edgellm -n '__fish_edgellm_using_command import' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command import' -s h -d 'Display this message and exit.'
@@ -316,6 +366,7 @@ complete -c edgellm -n '__fish_edgellm_using_command import' -l json -d 'Print J
 complete -c edgellm -n '__fish_edgellm_using_command ls' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command ls' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command ls' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command ls' -l exact -d 'Plan for every model, however many.'
 complete -c edgellm -n '__fish_edgellm_using_command ls' -l json -d 'Print JSON (edgellm.ls/1).'
 
 # Options for: plan
@@ -323,7 +374,7 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -l help -d 'Display t
 complete -c edgellm -n '__fish_edgellm_using_command plan' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l version -d 'Display application version.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l fixed -d 'Take the parameters as given (llama.cpp'\''s defaults otherwise); compute the ledg…'
-complete -c edgellm -n '__fish_edgellm_using_command plan' -l explain -d 'Why each parameter has its value, and what else could be done.'
+complete -c edgellm -n '__fish_edgellm_using_command plan' -l explain -d 'Show the sums behind the numbers too.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l json -d 'Print the plan as JSON (edgellm.plan/1).'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l ctx -r -d 'Cells of context, for all sequences together.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l parallel -r -d 'Sequences at once.'
@@ -358,16 +409,36 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -l no-mmap -d 'Map th
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l mlock -r -d 'Keep the weights from being swapped out.'
 
 # Subcommands for: profile
+complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'ls' -d 'List the profiles: those that come with edgellm, and your own.'
+complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'show' -d 'Print what a profile sets, and why.'
+complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'use' -d 'Use a profile from now on; none takes it away. Flags and config.toml still win …'
 complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'rollback' -d 'Undo the newest profile that edgellm tune wrote: what stood there before is bac…'
 # Options for: profile
 complete -c edgellm -n '__fish_edgellm_using_command profile' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command profile' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command profile' -l version -d 'Display application version.'
 
+# Options for: profile ls
+complete -c edgellm -n '__fish_edgellm_using_command profile ls' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile ls' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile ls' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command profile ls' -l json -d 'Print JSON.'
+
 # Options for: profile rollback
 complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command profile rollback' -l version -d 'Display application version.'
+
+# Options for: profile show
+complete -c edgellm -n '__fish_edgellm_using_command profile show' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile show' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile show' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command profile show' -l json -d 'Print JSON.'
+
+# Options for: profile use
+complete -c edgellm -n '__fish_edgellm_using_command profile use' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile use' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command profile use' -l version -d 'Display application version.'
 
 # Options for: ps
 complete -c edgellm -n '__fish_edgellm_using_command ps' -l help -d 'Display this message and exit.'
@@ -382,6 +453,7 @@ complete -c edgellm -n '__fish_edgellm_using_command pull' -s h -d 'Display this
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l version -d 'Display application version.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l name -r -d 'The file'\''s name in the store (for plain addresses).'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l mmproj -r -d 'Fetch the vision projector too, where there is one (on by default), or leave it…'
+complete -c edgellm -n '__fish_edgellm_using_command pull' -l no-mmproj -d 'Fetch the vision projector too, where there is one (on by default), or leave it…'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l vram -r -d 'Choose for a card with this much free memory instead; repeat it for several car…'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l ram -r -d 'Choose for this much free RAM instead.'
 complete -c edgellm -n '__fish_edgellm_using_command pull' -l dry-run -d 'Show what would be fetched and stop.'
@@ -497,7 +569,7 @@ complete -c edgellm -n '__fish_edgellm_using_command setup' -l version -d 'Displ
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l backend -x -a 'cpu cuda vulkan rocm metal' -d 'Build for this backend instead of the one for the GPU that was found.'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l prebuilt -d 'Take a prebuilt wheel from the engine'\''s own index; nothing is compiled.'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l build -d 'Compile it here, without asking.'
-complete -c edgellm -n '__fish_edgellm_using_command setup' -l source -r -F -d 'A wheel or source archive of the engine, for a machine without a network.'
+complete -c edgellm -n '__fish_edgellm_using_command setup' -l source -r -F -d 'A wheel or source archive of the engine on this disk, in place of the package i…'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l starter -d 'Also install the starter model (94 MiB), which proves the engine.'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l no-starter -d 'Also install the starter model (94 MiB), which proves the engine.'
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l dry-run -d 'Print the steps and leave.'
