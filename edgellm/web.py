@@ -101,6 +101,8 @@ class Response:
         try:
             data = self._body.read(n)
         except http.client.IncompleteRead as error:
+            if self.length is None:  # chunked, and the last chunk never came
+                raise TransientError(f"{host} ended the answer early") from error
             data = error.partial
         except (OSError, http.client.HTTPException) as error:
             raise TransientError(f"the connection to {host} broke: {_reason(error)}") from error

@@ -34,6 +34,12 @@ class Handler(BaseHTTPRequestHandler):
         elif kind == "away":
             port = self.server.server_address[1]
             self.answer(307, b"", {"Location": f"http://localhost:{port}/headers/with a space"})
+        elif kind == "chunks":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"4\r\nhalf\r\n")
+            self.close_connection = True
         elif kind == "cut":
             self.answer(200, b"half", {"Content-Length": "8"})
             self.close_connection = True
@@ -105,14 +111,20 @@ def test_a_range_is_asked_for_as_bytes(server: str) -> None:
     assert "Accept-Encoding: identity" in body(f"{server}/headers")
 
 
-def test_a_body_shorter_than_promised_is_transient(server: str) -> None:
-    def read_to_the_end() -> None:
-        with open_url(f"{server}/cut") as response:
-            while response.read(100):
-                pass
+def read_to_the_end(url: str) -> None:
+    with open_url(url) as response:
+        while response.read(100):
+            pass
 
+
+def test_a_body_shorter_than_promised_is_transient(server: str) -> None:
     with pytest.raises(TransientError, match="after 4 of 8 bytes"):
-        read_to_the_end()
+        read_to_the_end(f"{server}/cut")
+
+
+def test_chunks_without_an_end_are_transient(server: str) -> None:
+    with pytest.raises(TransientError, match=r"early|broke"):
+        read_to_the_end(f"{server}/chunks")
 
 
 def test_a_proxy_from_the_environment_is_used(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

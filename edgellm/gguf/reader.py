@@ -166,18 +166,22 @@ class _Cursor:
                 done = left
             except (struct.error, OverflowError, IndexError):
                 pass  # past what is in memory: the file's end, or only the prefix read so far
-            if pos > len(data):
-                self._check_strings(done, what)
+            if pos > self.limit:
+                self._name_string(done, what)
             self.pos, left = pos, left - done
             self.need(pos + (8 if left else 0), what)
 
-    def _check_strings(self, n: int, what: str) -> None:
-        """Name the string, of ``n`` that were walked over, that ends outside the file."""
-        limit = MAX_HEADER if self.file_bytes is None else min(self.file_bytes, MAX_HEADER)
+    @property
+    def limit(self) -> int:
+        """Where a header must have ended."""
+        return MAX_HEADER if self.file_bytes is None else min(self.file_bytes, MAX_HEADER)
+
+    def _name_string(self, n: int, what: str) -> None:
+        """Say which string, of ``n`` that were walked over, ends outside the file."""
         pos = self.pos
         for index in range(n):
             end = pos + 8 + _U64.unpack_from(self.data, pos)[0]
-            if end > limit:
+            if end > self.limit:
                 raise self.error(f"{what}: string {index} runs past the end", at=pos)
             pos = end
 

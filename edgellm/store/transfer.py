@@ -161,8 +161,8 @@ class _Transfer:
         if self.size is not None and have == self.size and self.part.exists():
             return True
         headers = dict(self.headers)
-        if have and self.etag:
-            headers["If-Range"] = f'"{self.etag}"'
+        if have and self.guard:
+            headers["If-Range"] = f'"{self.guard}"'
         first, last = self.piece(have)
         with open_url(self.remote.url, headers=headers, first=first, last=last) as response:
             if response.status == 416:
@@ -170,6 +170,13 @@ class _Transfer:
             self.accept(response, have)
             self.write(response)
         return self.size is None or self.have() >= self.size
+
+    @property
+    def guard(self) -> str | None:
+        """The entity tag that a resumed answer must have. None where a digest is known: it guards
+        better, and the hub's mirrors have entity tags of their own for the same bytes."""
+        known = self.remote.sha256 or self.remote.git_sha1
+        return None if known else self.etag
 
     def piece(self, have: int) -> tuple[int | None, int | None]:
         """The range to ask for: to the end, or one of several pieces of a very large file."""
@@ -198,10 +205,11 @@ class _Transfer:
         if response.status == 206 and first != have:
             self.use_ranges = False
             raise _StartAgainError(f"the server sent byte {first} where {have} was asked for")
-        if response.status == 206 and have and self.etag and response.etag not in (None, self.etag):
+        other = self.guard is not None and response.etag not in (None, self.guard)
+        if response.status == 206 and have and other:
             raise _StartAgainError("the file changed on the server")
         if response.status == 200 and have:
-            changed = self.etag is not None and response.etag != self.etag
+            changed = self.guard is not None and response.etag != self.guard
             why = "the file changed on the server" if changed else "the server does not resume"
             self.listener.note(f"{self.remote.name}: {why}; starting again")
             self.truncate()
@@ -264,8 +272,9 @@ class _Transfer:
         self.sleep(wait)
 
     def sha256(self) -> str:
+        name, size = f"checking {self.remote.name}", self.have()
         with self.part.open("rb") as file:
-            return file_digest(file)
+            return file_digest(file, lambda done: self.listener.progress(name, done, size))
 
     def is_sound(self, sha256: str) -> bool:
         if self.remote.sha256 is not None:

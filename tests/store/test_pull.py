@@ -143,6 +143,29 @@ def test_a_resumed_download_asks_only_for_what_is_missing(home: Path, hub: HubSe
     assert hub.n_sent == len(hub.files[REPO]["tiny-Q4_K_M.gguf"])
 
 
+def test_a_mirror_with_another_entity_tag_for_the_same_bytes_resumes(
+    home: Path, hub: HubServer
+) -> None:
+    hub.trouble = Trouble(cut_after=[100_000] + [0] * 20)
+    with pytest.raises(DownloadError):
+        pull()
+    hub.trouble = Trouble()
+    hub.etags[f"{REPO}/tiny-Q4_K_M.gguf"] = "of-another-mirror"
+    hub.asked.clear()
+    pull()
+    assert_right(home, hub)
+    assert [asked.range for asked in hub.data_requests()] == ["bytes=100000-"]
+
+
+def test_a_promise_that_no_bytes_can_keep_is_a_checksum_error(home: Path, hub: HubServer) -> None:
+    """The hub's API names a digest, the file has another, of the same length."""
+    data = hub.files[REPO]["tiny-Q4_K_M.gguf"]
+    hub.claimed[f"{REPO}/tiny-Q4_K_M.gguf"] = data[:-1] + b"?"
+    with pytest.raises(ChecksumError):
+        pull()
+    assert not list(cache(home).glob("snapshots/*/*"))
+
+
 def test_a_very_large_file_comes_in_pieces(
     home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
