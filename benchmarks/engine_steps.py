@@ -3,9 +3,10 @@
     python benchmarks/engine_steps.py MODEL.gguf --streams 1,8,32 --ngl -1 \
         --batched-bench build/bin/llama-batched-bench --json out.json
 
-The loop runs in this process, without the socket: what is measured is schedule + decode + sample +
-deliver. Prompts are random token ids; outputs have a fixed length (end tokens are ignored). The
-peer computes the same batch without sampling anything. Set LLAMA_CPP_LIB_PATH to use another build.
+The loop runs in this process and packs its frames, all but the socket: what is measured is
+schedule + decode + sample + deliver. Prompts are random token ids; outputs have a fixed length (end
+tokens are ignored). The peer computes the same batch without sampling anything. Set
+LLAMA_CPP_LIB_PATH to use another build.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from edgellm.engine import wire
 from edgellm.engine.info import EngineOptions, Script
 from edgellm.engine.loop import Arrived, Loop
 from edgellm.engine.sequence import State
@@ -144,9 +146,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     peers: dict[int, list[dict[str, float]]] = {n: [] for n in streams}
     sent = 0
 
-    def send(_: object) -> None:
+    def send(message: wire.FromChild) -> None:
         nonlocal sent
-        sent += 1
+        sent += len(wire.pack(message))
 
     for n in streams:
         plan = make_plan(args, n)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 import edgellm
+from edgellm.devices import probe
 from edgellm.engine import wire
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
 from edgellm.engine.loading import MAX_TRIES, is_out_of_memory, next_rung
@@ -224,6 +225,7 @@ class Engine:
         ``report.fallbacks``; ``plan`` is then the plan that was loaded. Raises what went wrong.
         """
         engine = cls(plan, backend, options)
+        before = await _driver_numbers(plan)
         said: list[str] = []
         report = on_progress or _ignore
         while True:
@@ -237,7 +239,15 @@ class Engine:
                 engine.plan, words = rung
                 said.append(words)
                 report(LoadProgress(stage="fallback", fraction=0.0, message=words))
-        engine.report = msgspec.structs.replace(engine.report, fallbacks=tuple(said))
+        after = await _driver_numbers(plan)
+        engine.report = msgspec.structs.replace(
+            engine.report,
+            fallbacks=tuple(said),
+            measured=tuple(
+                msgspec.structs.replace(m, used_before=before.get(m.id), used_after=after.get(m.id))
+                for m in engine.report.measured
+            ),
+        )
         report(LoadProgress(stage="ready", fraction=1.0))
         return engine
 
@@ -472,6 +482,14 @@ class Engine:
                 f"the engine's loop did not answer within {timeout:g} s", hint="edgellm doctor"
             ) from None
         return time.monotonic() - began
+
+
+async def _driver_numbers(plan: Plan) -> dict[str, int]:
+    """Bytes in use on each card, as the driver counts them; nothing when the plan uses none."""
+    if plan.verdict not in ("gpu", "partial"):
+        return {}
+    found = await asyncio.to_thread(probe)
+    return {gpu.id: gpu.total - gpu.free for gpu in found.gpus}
 
 
 def _on_loading(

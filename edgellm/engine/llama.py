@@ -359,13 +359,19 @@ class LlamaBackend:
             n_batch=p.n_batch,
             n_ubatch=p.n_ubatch,
             n_running=n,
-            n_outputs_max=max(p.n_outputs_max, n),
+            n_outputs_max=self._n_outputs(n),
             slot_ids=slots,
             plain_ids=plain,
             retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
             sharing=sharing,
             attached_top_k=top_k,
         )
+
+    def _n_outputs(self, n_seq: int) -> int:
+        """Rows of logits a step: the plan's, one a sequence at least, and some to guess with."""
+        p = self._plan.params
+        guesses = self._options.spec_max if self._options.spec != "off" else 0
+        return min(max(p.n_outputs_max, n_seq + guesses), p.n_batch)
 
     def _true_limits(self) -> Limits:
         ctx = self._ctx
@@ -383,7 +389,7 @@ class LlamaBackend:
         spec = self._options.spec != "off"
         p = self._plan.params
         n_seq = max([*self.limits.slot_ids, *self.limits.plain_ids, p.n_seq_max - 1]) + 1
-        p = msgspec.structs.replace(p, n_seq_max=n_seq)
+        p = msgspec.structs.replace(p, n_seq_max=n_seq, n_outputs_max=self._n_outputs(n_seq))
         params = _context_params(p, self._options.spec_max + 1 if spec else 1)
         if self.limits.attached_top_k:
             chains = [

@@ -323,6 +323,7 @@ class Loop:
             spans.append(Span(w.seq.slot, w.start, tokens, w.n_out))
             if w.seq.scheduled is not None and w.start == w.seq.n_cached and not w.seq.token_times:
                 self.output.started.append(w.seq.request.id)
+                self.meter.cached_tokens += w.seq.n_cached if w.seq.index == 0 else 0
         if self.output.started:
             # Before the step: should it end the process, the parent must know who was in it.
             self._flush()
