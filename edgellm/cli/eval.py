@@ -28,7 +28,11 @@ from edgellm.cli.errors import UsageError
 from edgellm.errors import DiskFullError
 from edgellm.units import format_bytes
 
-app = App(name="eval")
+app = App(
+    name="eval",
+    help="Check answer quality: perplexity, divergence, and fixed tasks.\n\n"
+    'Example: `edgellm eval perplexity starter "starter --kv q8_0"`',
+)
 
 _TEXT = "A text, or a .jsonl of prompts; Python's own language reference otherwise."
 

@@ -73,7 +73,7 @@ end
 # Root-level commands
 complete -c edgellm -n __fish_use_subcommand -a 'bench' -d 'Measure speed: time to first token, gaps between tokens, rates, errors, with th…'
 complete -c edgellm -n __fish_use_subcommand -a 'tune' -d 'Search for better settings by measuring, one variable at a time, from the plan …'
-complete -c edgellm -n __fish_use_subcommand -a 'eval' -d ''
+complete -c edgellm -n __fish_use_subcommand -a 'eval' -d 'Check answer quality: perplexity, divergence, and fixed tasks.'
 complete -c edgellm -n __fish_use_subcommand -a 'plan' -d 'What fits where, to the MiB, before loading.'
 complete -c edgellm -n __fish_use_subcommand -a 'pull' -d 'Download a model, checked; without a quantisation named, the one that suits thi…'
 complete -c edgellm -n __fish_use_subcommand -a 'ls' -d 'The models on this machine: edgellm'\''s own and those that other programs downloa…'
