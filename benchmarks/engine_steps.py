@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--flash-attn", default="auto")
     parser.add_argument("--kv-unified", default="on", choices=("on", "off"))
     parser.add_argument("--sampling", default="default", choices=("default", "greedy", "logprobs"))
-    parser.add_argument("--top-k", type=int, default=None, help="attached candidates; 0 detaches")
+    parser.add_argument("--top-k", type=int, default=0, help="candidates chosen on the GPU")
     parser.add_argument("--step-s", type=float, default=0.0, help="scripted backend's step")
     parser.add_argument("--batched-bench", default=None)
     parser.add_argument("--json", default=None)

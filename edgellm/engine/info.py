@@ -74,9 +74,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens a step and sequence at most."""
     spec_min_gain: float = 0.05
     """Speculation that gains less than this is paused and tried again later."""
-    attach_top_k: int | None = None
-    """Candidates that the GPU hands to the sampler; None: 128 when the output layer is on a GPU,
-    0 (all logits) elsewhere."""
+    attach_top_k: int = 0
+    """Candidates that the GPU picks and hands to the sampler; 0: the sampler sees all logits.
+
+    A top-k a sequence on the GPU costs more than copying the logits and looking for the highest
+    with vector instructions (0.9 ms for 32 rows of 128k on one core)."""
     n_plain: int = 4
     """Sequences beside the attached ones that keep all logits."""
     sample_threads: int | None = None

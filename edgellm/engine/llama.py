@@ -33,7 +33,6 @@ from edgellm.request import Pooling, SamplingParams, TokenLogprob, TopLogprob
 from edgellm.units import MiB
 
 MAX_SEQ: Final = 256  # LLAMA_MAX_SEQ, src/llama-cparams.h
-DEFAULT_TOP_K: Final = 128
 FORBIDDEN: Final = -float("inf")
 TYPES: Final = {
     "f32": lib.GGML_TYPE_F32,
@@ -321,12 +320,10 @@ class LlamaBackend:
         return model
 
     def _attached_top_k(self) -> int:
-        wanted = self._options.attach_top_k
-        if wanted is not None:
-            return wanted
-        p = self._plan.params
-        on_gpu = p.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
-        return DEFAULT_TOP_K if on_gpu and p.split_mode != "tensor" and not p.embeddings else 0
+        return 0 if self._plan.params.embeddings else self._options.attach_top_k
+
+    def _is_on_gpu(self) -> bool:
+        return self._plan.params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
 
     def _sharing(self) -> str:
         p = self._plan.params
@@ -422,7 +419,7 @@ class LlamaBackend:
         self._on_progress(LoadProgress(stage="warmup", fraction=0.0))
         if self.info.is_encoder:
             return 0.0
-        on_gpu = self.limits.attached_top_k > 0
+        on_gpu = self._is_on_gpu()
         n_ubatch = self.limits.n_ubatch if on_gpu else min(16, self.limits.n_ubatch)
         depth = min(self.limits.n_ctx_seq - 2, n_ubatch * (4 if on_gpu else 1))
         slots = [*self.limits.slot_ids[:1], *self.limits.plain_ids[:1]]
