@@ -110,10 +110,12 @@ def advise(
         except (DoesNotFitError, GGUFError):
             return None
 
-    whole = _largest_whole(choices, devices, plan_of)
-    if whole is not None:
-        return whole
-    return _largest_fitting(found, choices, devices, plan_of)
+    chosen = _largest_whole(choices, devices, plan_of)
+    chosen = chosen or _largest_fitting(found, choices, devices, plan_of)
+    if len(found.choices) == 1:
+        why = f"{chosen[0].quant or chosen[0].name} is the only one there"
+        return chosen[0], msgspec.structs.replace(chosen[1], why=why)
+    return chosen
 
 
 def _largest_whole(

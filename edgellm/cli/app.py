@@ -70,6 +70,7 @@ def build_app(first: str | None = None, *, documented: bool = False) -> App:
         default_parameter=Parameter(negative=()),
         version=f"edgellm {__version__}",
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
         group_commands=Group("Other", sort_key=9),
     )
     for order, (name, where, group, line) in enumerate(COMMANDS):

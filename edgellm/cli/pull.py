@@ -196,11 +196,15 @@ def again(record: Record, settings: Settings, as_json: bool) -> Record:
 
 def _fetch(order: Order, settings: Settings, as_json: bool) -> Record:
     shown = listener(as_json)
-    if order.source == "url":
-        return carry_out(order, check=check_file, listener=shown, settings=settings.store)
-    from edgellm.store import hub
+    try:
+        if order.source == "url":
+            return carry_out(order, check=check_file, listener=shown, settings=settings.store)
+        from edgellm.store import hub
 
-    return hub.fetch(order, check=check_file, listener=shown, settings=settings.store)
+        return hub.fetch(order, check=check_file, listener=shown, settings=settings.store)
+    except KeyboardInterrupt:
+        shown.note(f"{order.name}: what arrived is kept; the same command goes on")
+        raise
 
 
 def _show(offer: Offer, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from edgellm.cli.app import main
 from edgellm.cli.progress import Progress, Rate, duration, line
 from edgellm.engine.quantize import TensorDone, parse_line
 from edgellm.gguf.reader import read_gguf
-from edgellm.store import local, transfer
+from edgellm.store import local, records, transfer
 from edgellm.store.local import starter_path
 from edgellm.units import MiB
 from tests.hub_server import Hollow, HubServer, Trouble, hub_server
@@ -60,7 +60,7 @@ def test_pull_shows_what_it_will_fetch_and_the_plan_first(hub: HubServer, capsys
     shown = capsys.readouterr().out
     for word in ("llama-Q4_K_M.gguf", "4.58 GiB", "free on the disk", "licence: mit"):
         assert word in shown
-    assert "Q4_K_M is the largest that runs whole on the GPU" in shown
+    assert "Q4_K_M is the only one there" in shown
     assert "runs whole on the GPU here with" in shown
     assert not list(paths.store_dir().rglob("*.json"))
 
@@ -101,6 +101,20 @@ def test_an_interrupted_pull_is_listed_with_the_command_that_goes_on(
     assert main(["verify", "tiny-Q4_1", "--repair"]) == 0
     assert "tiny-Q4_1 is complete and right" in capsys.readouterr().out
     assert hub.n_sent - n_sent == len(hub.files[REPO]["tiny-Q4_1.gguf"]) - 58 * MiB
+
+
+def test_ctrl_c_keeps_what_arrived_and_says_so(
+    hub: HubServer, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(self: Progress, name: str, done: int, total: int | None) -> None:
+        if done > 5 * MiB:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "progress", pressed)
+    assert main(["pull", f"hf:{REPO}:Q4_1"]) == 130
+    assert "what arrived is kept" in capsys.readouterr().err
+    (record,) = records.load_all()
+    assert 5 * MiB < record.n_done < 10 * MiB
 
 
 def test_pull_refuses_what_does_not_fit_unless_forced(hub: HubServer, capsys: Captured) -> None:
