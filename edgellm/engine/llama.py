@@ -26,7 +26,12 @@ from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.prefix import common_prefix
 from edgellm.engine.quantize import QuantizeJob
-from edgellm.engine.sampling import candidates_needed, has_penalties, needs_all_logits
+from edgellm.engine.sampling import (
+    candidates_needed,
+    has_penalties,
+    min_p_depth,
+    needs_all_logits,
+)
 from edgellm.errors import ConfigError, DoesNotFitError, EngineError, GGUFError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanParams
 from edgellm.request import Pooling, SamplingParams, TokenLogprob, TopLogprob
@@ -254,7 +259,7 @@ class _Batch:
 class LlamaSampler:
     """A chain of llama.cpp's samplers; ``chain`` is None for plain greedy."""
 
-    __slots__ = ("attached", "chain", "needed", "params", "plain_ban")
+    __slots__ = ("attached", "chain", "depth", "needed", "params", "plain_ban")
 
     def __init__(self, params: SamplingParams, *, attached: bool) -> None:
         self.params = params
@@ -262,6 +267,8 @@ class LlamaSampler:
         self.chain: int | None = None
         self.plain_ban = False
         """The chain's first sampler forbids end tokens, until allow_end takes it out."""
+        self.depth = 0.0
+        """Logits this far below the highest decide exactly; 0: that is not known."""
         self.needed = 0
         """Highest logits that decide exactly; 0: all."""
 
@@ -573,6 +580,7 @@ class LlamaBackend:
         top_k = self.limits.attached_top_k
         attached = top_k > 0 and not needs_all_logits(params, top_k)
         sampler = LlamaSampler(params, attached=attached)
+        sampler.depth = min_p_depth(params)
         sampler.needed = candidates_needed(params)
         if sampler.needed:
             sampler.needed += len(self.info.eog_ids) + len(params.stop_token_ids)
@@ -654,7 +662,7 @@ class LlamaBackend:
             elif sampler.chain is None:
                 greedy.append(i)
             else:
-                (filtered if sampler.needed else chained).append(i)
+                (filtered if sampler.needed or sampler.depth else chained).append(i)
         if greedy or filtered:
             self._sample_filtered(rows, samplers, greedy, filtered, out)
         if chained:
@@ -719,7 +727,9 @@ class LlamaBackend:
         out, start = [], 0
         data = lib.llama_token_data_array()
         for i, (sampler, end) in enumerate(zip(samplers, ends.tolist(), strict=True)):
-            if end - start < sampler.needed:
+            if sampler.depth:
+                out.append(self._widen(sampler, logits[i], sampler.depth + 0.01))
+            elif end - start < sampler.needed:
                 self._near = near * 1.5
                 out.append(self._widen(sampler, logits[i], near * 2))
             else:

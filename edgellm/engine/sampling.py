@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from edgellm.request import SamplingParams
@@ -48,6 +49,19 @@ def candidates_needed(params: SamplingParams) -> int:
         k += params.repeat_last_n
     k += len(params.logit_bias)
     return k if k <= 2 * MAX_FILTERED else 0
+
+
+def min_p_depth(params: SamplingParams) -> float:
+    """How far below the highest logit min_p alone looks; 0 when it does not decide alone.
+
+    p >= min_p * p_max is logit >= logit_max + ln(min_p) (llama-sampler.cpp, min_p_apply).
+    """
+    is_alone = params.top_k == 0 and params.top_p >= 1.0 and params.typical_p >= 1.0
+    if params.temperature == 0.0 or not is_alone or not 0.0 < params.min_p < 1.0:
+        return 0.0
+    if has_penalties(params) or params.logit_bias or params.ignore_eos or params.min_tokens:
+        return 0.0
+    return -math.log(params.min_p)
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -11,7 +11,12 @@ import pytest
 
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Fault, Script
-from edgellm.errors import ContextOverflowError, EngineDeadError, InvalidRequestError
+from edgellm.errors import (
+    ContextOverflowError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+)
 from edgellm.request import FinishReason, Request, TokenEvent
 from tests.engine.factories import plan, request
 
@@ -137,3 +142,46 @@ async def test_ping_and_stats_answer_while_running(engine: Engine) -> None:
 async def test_text_goes_round_through_tokens(engine: Engine) -> None:
     text = "the world — é and € 💡"
     assert await engine.detokenize(await engine.tokenize(text)) == text
+
+
+async def test_a_queued_request_is_replayed_when_the_child_dies() -> None:
+    options = EngineOptions(script=Script(step_s=0.01, answer_tokens=0))
+    engine = await Engine.load(plan(n_seq_max=1), backend="scripted", options=options)
+    running = engine.generate(request("forever"))
+    await running.__anext__()
+    queued = asyncio.create_task(collect(engine, request("patient", max_tokens=3)))
+    await asyncio.sleep(0.05)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        async for _ in running:
+            pass
+    assert (await queued)[-1].finish_reason is FinishReason.LENGTH
+    await engine.close()
+
+
+async def test_a_loop_that_hangs_fails_the_ping_and_not_the_parent() -> None:
+    faults = (Fault(kind="hang", at_step=2, seconds=1.0),)
+    options = EngineOptions(script=Script(faults=faults))
+    engine = await Engine.load(plan(), backend="scripted", options=options)
+    task = asyncio.create_task(collect(engine, request("one", max_tokens=4)))
+    await asyncio.sleep(0.1)
+    with pytest.raises(EngineError, match="did not answer within"):
+        await engine.ping(0.1)
+    assert (await task)[-1].is_last
+    assert await engine.ping(5.0) < 5.0
+    await engine.close()
+
+
+async def test_a_closed_engine_ends_its_streams_and_its_child() -> None:
+    options = EngineOptions(script=Script(step_s=0.01, answer_tokens=0))
+    engine = await Engine.load(plan(), backend="scripted", options=options)
+    stream = engine.generate(request("forever"))
+    await stream.__anext__()
+    pid = engine.pid
+    await engine.close()
+    with pytest.raises(EngineDeadError):
+        async for _ in stream:
+            pass
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not engine.is_alive

@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.engine.backend import Span
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.sampling import candidates_needed, needs_all_logits
+from edgellm.engine.sampling import candidates_needed, min_p_depth, needs_all_logits
 from edgellm.request import SamplingParams
 from tests.engine.starter import starter_plan
 
@@ -28,7 +28,7 @@ def backend() -> Iterator[llama.LlamaBackend]:
 def random_params(numbers: random.Random) -> SamplingParams:
     return SamplingParams(
         temperature=numbers.choice([0.0, 0.7, 1.3]),
-        top_k=numbers.choice([1, 40, 200]),
+        top_k=numbers.choice([0, 1, 40, 200]),
         top_p=numbers.choice([0.5, 0.95, 1.0]),
         min_p=numbers.choice([0.0, 0.05]),
         typical_p=numbers.choice([1.0, 0.9]),
@@ -59,7 +59,7 @@ def test_filtered_choices_equal_the_whole_chains(backend: llama.LlamaBackend, ne
             for _ in range(2)
         )
         for sampler in whole:
-            sampler.needed = 0
+            sampler.needed, sampler.depth = 0, 0.0
         assert backend.sample(ends, fast) == backend.sample(ends, whole)
         for sampler in [*fast, *whole]:
             backend.free_sampler(sampler)
@@ -73,6 +73,13 @@ def test_what_can_lift_a_token_from_anywhere_needs_every_logit() -> None:
     assert candidates_needed(SamplingParams(repeat_penalty=0.9)) == 0
     assert candidates_needed(SamplingParams(logit_bias={3: 1.0})) == 0
     assert candidates_needed(SamplingParams(repeat_penalty=1.1)) == 40 + 64
+
+
+def test_min_p_alone_says_how_deep_to_look() -> None:
+    alone = SamplingParams(top_k=0, top_p=1.0, min_p=0.05)
+    assert min_p_depth(alone) == pytest.approx(2.9957, abs=1e-3)
+    assert min_p_depth(SamplingParams(min_p=0.05)) == 0.0
+    assert min_p_depth(SamplingParams(top_k=0, top_p=1.0, min_p=0.0)) == 0.0
 
 
 def test_candidates_are_too_few_for_logprobs_grammars_and_wide_distributions() -> None:
