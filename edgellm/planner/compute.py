@@ -13,9 +13,9 @@ from typing import Final
 
 from edgellm.devices import Gpu
 from edgellm.gguf.shape import LayerShape, ModelShape
+from edgellm.planner.backends import gpu_backend
 from edgellm.planner.blocks import Step
 from edgellm.planner.build import Builder
-from edgellm.planner.graph import Node
 from edgellm.planner.memo import remembered
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
@@ -201,95 +201,3 @@ def kind_of(layer: LayerShape, with_bytes: bool) -> int:
             _kinds.clear()
         held = _kinds[id(layer)] = (layer, both)
     return held[1][with_bytes]
-
-
-def gpu_backend(gpu: Gpu) -> Backend:
-    """How ``gpu``'s backend allocates and what it runs."""
-    return Backend(
-        alignment=128,
-        offloads=gpu.backend in ("cuda", "rocm", "vulkan"),
-        supports=_cuda_supports,
-        alloc_size=_cuda_alloc_size,
-        alloc_deps=moe_dependencies,
-    )
-
-
-_HEADS = frozenset({40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576})
-
-
-def _cuda_supports(node: Node) -> bool:
-    """ggml_backend_cuda_device_supports_op, where it matters."""
-    if node.op == "FLASH_ATTN_EXT":
-        return node.src[1].ne[0] in _HEADS
-    if node.op == "GET_ROWS":
-        return not node.src[0].is_weight or node.src[0].size >= 2 * node.src[0].ne[0]
-    return True
-
-
-def _cuda_alloc_size(node: Node) -> int:
-    """ggml_backend_cuda_buffer_type_get_alloc_size: a quantised cache is attended to as f16."""
-    size = node.size
-    if node.op == "FLASH_ATTN_EXT":
-        k, v = node.src[1], node.src[2]
-        shared = v.view is not None and v.view is k.view  # MLA: V is a part of K
-        for t in (k,) if shared else (k, v):
-            if t.type != "f16":
-                size = -(-size // 128) * 128
-                size += 2 * t.ne[0] * t.ne[1] * t.ne[2] * t.ne[3]
-    return size
-
-
-_REDUCED_EXPERTS = 15
-"""MOE_WEIGHTED_REDUCTION_MAX_EXPERTS in ggml-cuda.cu."""
-
-
-def moe_dependencies(nodes: Sequence[Node]) -> list[tuple[Node, Node]]:
-    """What ggml_backend_cuda_graph_optimize keeps for its fused expert kernels."""
-    kept: list[tuple[Node, Node]] = []
-    for i, node in enumerate(nodes):
-        if node.op == "MUL":
-            kept.extend(_reduction(nodes, i))
-        elif node.op in ("SOFT_MAX", "UNARY", "ARGSORT"):
-            kept.extend(_routing(nodes, i))
-    return kept
-
-
-def _reduction(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
-    """ggml_cuda_match_moe_weighted_reduction: experts and weights until their last sum."""
-    node = nodes[i]
-    used = node.ne[1]
-    if not 2 <= used <= _REDUCED_EXPERTS or i + 2 * used > len(nodes):
-        return []
-    experts, weights = node.src[0], node.src[1]
-    if weights.ne != (1, *node.ne[1:]) or experts.ne != node.ne:
-        return []
-    after = nodes[i + 1 : i + 2 * used]
-    if [n.op for n in after] != ["VIEW"] * used + ["ADD"] * (used - 1) or after[0].src[
-        0
-    ] is not node:
-        return []
-    return [(experts, after[-1]), (weights, after[-1])]
-
-
-_AFTER_GATE = (
-    ("RESHAPE", "ARGSORT", "VIEW", "GET_ROWS"),
-    ("RESHAPE", "ADD", "ARGSORT", "VIEW", "GET_ROWS"),
-)
-_NORM = ("RESHAPE", "SUM_ROWS", "CLAMP", "DIV", "RESHAPE")
-
-
-def _routing(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
-    """ggml_cuda_topk_moe_fusion: the router's nodes until the one after them."""
-    ops = tuple(n.op for n in nodes[i + 1 : i + 13])
-    pattern = next((p for p in _AFTER_GATE if ops[: len(p)] == p), None)
-    if pattern is None or nodes[i].op == "ARGSORT":
-        return []
-    n = 1 + len(pattern)
-    if ops[n - 1 : n - 1 + len(_NORM)] == _NORM:
-        n += len(_NORM)
-    if ops[n - 1 : n] == ("SCALE",):
-        n += 1
-    if i + n >= len(nodes):
-        return []
-    last = nodes[i + n]
-    return [(t, last) for node in nodes[i : i + n] for t in (node, *node.src)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edgellm.devices import Gpu, Host
-from edgellm.gguf.shape import ModelShape
+from edgellm.gguf.shape import ModelShape, Tensor
 from edgellm.planner.compute import compute_bytes, flash_resolves
 from edgellm.planner.memory import (
     CacheShape,
@@ -81,7 +81,7 @@ def estimate(
             _device_ledger(
                 gpu,
                 margin=each[i].margin,
-                weights=aligned(held.get(i, ())),
+                weights=_weights(gpu, params, held.get(i, ())),
                 kv_cache=kv.get(i, 0),
                 recurrent_state=state.get(i, 0),
                 compute=compute.devices[i],
@@ -104,6 +104,13 @@ def estimate(
         layer_device=tuple(devices),
         flash=flash,
     )
+
+
+def _weights(gpu: Gpu, params: PlanParams, tensors: Sequence[Tensor]) -> int:
+    """Metal uses the mapped file itself, from its first to its last tensor of the GPU."""
+    if gpu.backend == "metal" and params.use_mmap:
+        return mapped_bytes(tensors)
+    return aligned(tensors)
 
 
 def settle(shape: ModelShape, params: PlanParams) -> PlanParams:
