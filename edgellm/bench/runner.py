@@ -218,7 +218,9 @@ def summarise(
 
 def _drift(phase: Phase, concurrency: int | None) -> float:
     good = [s for s in phase.samples if s.is_ok]
-    window = steady_window(good, concurrency) if concurrency else None
+    # With a wave or two the window is mostly ramps.
+    is_long = concurrency is not None and len(good) >= 3 * concurrency
+    window = steady_window(good, concurrency) if concurrency and is_long else None
     return drift(good, window) if window else 0.0
 
 
@@ -259,13 +261,14 @@ def figure_warnings(levels: Sequence[Level], config: BenchConfig) -> list[str]:
             out.append(
                 f"{level.label}: the server told no token counts; events were counted instead"
             )
-        if level.n_requests < 100:
-            out.append(f"{level.label}: a p99 of {level.n_requests} requests is close to their max")
         if abs(level.drift) > 0.15:
             out.append(f"{level.label}: the rate drifted by {level.drift:+.0%} within a repeat")
         reused = level.median("cached_ratio") or 0.0
         if reused > 0.2 and not config.scenario.shared_words and config.scenario.file is None:
             out.append(f"{level.label}: {reused:.0%} of distinct prompts came from a cache")
+    fewest = min((level.n_requests for level in levels), default=100)
+    if fewest < 100:
+        out.append(f"a p99 of {fewest} requests is close to their maximum: -n asks for more")
     return out
 
 

@@ -206,3 +206,12 @@ def test_the_quick_digest_sees_size_head_and_tail(tmp_path: Path) -> None:
         digests[name] = quick_digest(tmp_path / name)
     assert digests["a"] == digests["d"]
     assert len(set(digests.values())) == 3
+
+
+def test_a_rate_that_falls_within_a_repeat_is_pointed_out() -> None:
+    """From the 60th request on every gap is twice as long; the second repeat's middle is there."""
+    server = SimServer(lambda i, body: Answer(gaps=(0.02 if i < 60 else 0.04,) * 63))
+    run = make_run(server, concurrency=(4,), repeats=1, n_requests=104)
+    assert run.levels[0].drift == pytest.approx(-0.3, abs=0.2)
+    assert any("drifted by -" in w for w in run.warnings)
+    assert not any("drifted" in w for w in make_run(n_requests=24).warnings)
