@@ -66,28 +66,27 @@ def setup(
         raise UsageError("--prebuilt and --build exclude each other")
     facts = checks.examine()
     chosen = recipe(facts.machine, backend)
-    route = _route(chosen, prebuilt=prebuilt, build=build, yes=yes or dry_run or json)
     job = Job(
         recipe=chosen,
         machine=facts.machine,
-        route=route,
+        route=_route(chosen, prebuilt=prebuilt, build=build, yes=yes or dry_run or json),
         source=source,
         replaces=facts.engine_version is not None,
         installs_starter=starter and not facts.has_starter,
         proves_with_starter=starter or facts.has_starter,
         stage=Path(tempfile.gettempdir()) / "edgellm-setup",
     )
-    steps = install.steps(job)
-    if dry_run:
-        _show_plan(job, steps, as_json=json)
-        return
-    if not json:
-        _show_plan(job, steps, as_json=False)
+    if dry_run or not json:
+        _show_plan(job, as_json=json)
+    if not dry_run:
+        _install(job, as_json=json)
+
+
+def _install(job: Job, *, as_json: bool) -> None:
     _check(job)
     with tempfile.TemporaryDirectory(prefix="edgellm-setup-") as stage:
-        job = msgspec.structs.replace(job, stage=Path(stage))
-        result = install.run(job)
-    _show_result(result, as_json=json)
+        result = install.run(msgspec.structs.replace(job, stage=Path(stage)))
+    _show_result(result, as_json=as_json)
 
 
 def _route(chosen: Recipe, *, prebuilt: bool, build: bool, yes: bool) -> Route:
@@ -135,7 +134,8 @@ def _check(job: Job) -> None:
         raise EngineError(f"a build for {job.recipe.backend} needs {tool.name}", hint=hint)
 
 
-def _show_plan(job: Job, steps: tuple[Step, ...], *, as_json: bool) -> None:
+def _show_plan(job: Job, *, as_json: bool) -> None:
+    steps = install.steps(job)
     if as_json:
         print(msgspec.json.encode(_plan_json(job, steps)).decode())
         return
