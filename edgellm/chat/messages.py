@@ -176,7 +176,7 @@ def with_short_ids(messages: list[Message]) -> list[Message]:
     def short(call_id: str) -> str:
         if len(call_id) == 9 and call_id.isalnum():
             return call_id
-        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+        return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
 
     return _map_calls(messages, lambda call: {**call, "id": short(call["id"])}, short)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from edgellm.chat import messages as shapes
 from edgellm.chat import reasoning, schema, turns
 from edgellm.chat import template as templates
@@ -16,6 +18,7 @@ from edgellm.chat.reasoning import ChatParser, Thinking
 from edgellm.chat.template import CHATML, ChatModel, TemplateRefusedError
 from edgellm.chat.tool_parsers import Family, generic
 from edgellm.chat.tool_parsers import choose as choose_family
+from edgellm.chat.tool_parsers.stream import encodable
 from edgellm.chat.tools import Shape, ToolPlan, build_grammar, generic_prompt, plan_tools
 from edgellm.errors import InvalidRequestError
 from edgellm.request import Grammar
@@ -105,7 +108,7 @@ def prepare_chat(
     )
     if is_continued:
         prompt = _cut_after(prompt, fitted[-1]["content"])
-    prompt, add_special = templates.settle_bos(model, prompt)
+    prompt, add_special = templates.settle_bos(model, encodable(prompt))
     thinking = reasoning.find_style(source)
     shape = Shape(
         thinking=None if reasoning.is_thinking_off(extra) else thinking,
@@ -116,7 +119,7 @@ def prepare_chat(
         prompt,
         add_special=add_special,
         stop=("<|im_end|>",) if source == CHATML else (),
-        grammar=build_grammar(plan, shape, wanted),
+        grammar=_sendable(build_grammar(plan, shape, wanted)),
         warnings=(*plan.warnings, *dropped),
         new_parser=_parser_maker(thinking, shape, plan),
         find_turns=lambda: turns.find(
@@ -127,6 +130,13 @@ def prepare_chat(
             keeps_first=_n_system(offered) > 0 and _n_system(fitted) == 0,
         ),
     )
+
+
+def _sendable(grammar: Grammar | None) -> Grammar | None:
+    """The grammar as UTF-8 can carry it: a client's schema may hold half a surrogate pair."""
+    if grammar is None:
+        return None
+    return msgspec.structs.replace(grammar, text=encodable(grammar.text))
 
 
 def _n_system(messages: list[Message]) -> int:

@@ -119,7 +119,8 @@ async def request_for(engine: Engine, prepared: PreparedChat, chat: ChatSettings
     if request.overflow is not Overflow.SLIDE:
         return request
     # Where turns begin costs one more rendering of the template: only where it is used.
-    kept = await engine.tokenize(prepared.prompt[: prepared.n_keep_chars])
+    head = prepared.prompt[: prepared.n_keep_chars]
+    kept = await engine.tokenize(head, add_special=prepared.add_special)
     return msgspec.structs.replace(request, turn_starts=prepared.turn_starts, n_keep=len(kept))
 
 

@@ -50,7 +50,8 @@ class LocalEndpoint:
         self, messages: Sequence[Json], sampling: SamplingParams, *, request_id: str
     ) -> AsyncGenerator[Delta, None]:
         prepared = prepare_chat(self._model, messages)
-        kept = await self._engine.tokenize(prepared.prompt[: prepared.n_keep_chars])
+        head = prepared.prompt[: prepared.n_keep_chars]
+        kept = await self._engine.tokenize(head, add_special=prepared.add_special)
         request = Request(
             id=request_id,
             prompt=prepared.prompt,

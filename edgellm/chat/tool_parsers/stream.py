@@ -169,10 +169,11 @@ class Stream:
 def held(text: str, tags: Sequence[str]) -> int:
     """How many characters at the end of ``text`` may be the beginning of a tag."""
     longest = max(map(len, tags), default=1) - 1
-    for n in range(min(longest, len(text)), 0, -1):
-        tail = text[-n:]
-        if any(tag.startswith(tail) for tag in tags):
-            return n
+    tail = text[-longest:] if longest else ""
+    for i, char in enumerate(tail):
+        for tag in tags:
+            if tag[0] == char and tag.startswith(tail[i:]):
+                return len(tail) - i
     return 0
 
 
