@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from edgellm.errors import InvalidRequestError
@@ -18,6 +19,9 @@ from edgellm.request import Grammar, GrammarKind
 MAX_DEPTH: Final = 90  # serde_json, which reads the schema in the engine, stops at 128
 MAX_NODES: Final = 20_000
 MAX_ONE_OF: Final = 64
+# The engine's compiler recurses along references, 4 KiB of stack each: more are tried there alone.
+MAX_TRIED_REFERENCES: Final = 100
+TOLERANT: Final = {"coerce_one_of": True, "lenient": True}
 TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 _TYPE_ALIASES: Final = {
     **{"int": "integer", "float": "number", "double": "number", "str": "string"},
@@ -28,6 +32,10 @@ _TYPE_ALIASES: Final = {
 FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+COUNTS: Final = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+)
+BOUNDS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 UNENFORCEABLE: Final = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -59,11 +67,13 @@ class _Cleaner:
         self.root = root
         self.refuse = refuse
         self.n_nodes = 0
+        self.n_references = 0
         # The parts of an allOf, wherever they are defined, must let each other's properties in.
         self.closes = not _mentions(root, "allOf")
 
     def clean(self, schema: Any, path: str, depth: int = 0) -> Any:
         self.n_nodes += 1
+        self.n_references += isinstance(schema, Mapping) and "$ref" in schema
         if depth > MAX_DEPTH or self.n_nodes > MAX_NODES:
             raise InvalidRequestError(f"the JSON Schema is too large at {path[:120]}", param=None)
         if isinstance(schema, bool):
@@ -91,7 +101,7 @@ class _Cleaner:
             if value not in (None, False):
                 self.refuse(path, "this keyword cannot be enforced")
             return
-        check = getattr(self, f"_{key.lstrip('$')}", None)
+        check = self._check_of(key)
         if key in _MAPS:
             out[key] = self._map(value, path, depth)
         elif key == "oneOf":
@@ -104,6 +114,39 @@ class _Cleaner:
             out[key] = self.type_of(value, path) if key == "type" else value
         if key in out and out[key] is None:
             del out[key]
+
+    def _check_of(self, key: str) -> Callable[[Any, str], bool] | None:
+        if key in COUNTS:
+            return self._count
+        if key in BOUNDS:
+            return self._bound
+        checks = {
+            "format": self._format,
+            "pattern": self._pattern,
+            "enum": self._enum,
+            "required": self._required,
+            "$ref": self._ref,
+            "multipleOf": self._multiple,
+        }
+        return checks.get(key)
+
+    def _count(self, value: Any, path: str) -> bool:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return True
+        self.refuse(path, "a whole number, 0 or more, is needed")
+        return False
+
+    def _bound(self, value: Any, path: str) -> bool:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return True
+        self.refuse(path, "a number is needed")
+        return False
+
+    def _multiple(self, value: Any, path: str) -> bool:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and value > 0:
+            return True
+        self.refuse(path, "a number above 0 is needed")
+        return False
 
     def _map(self, value: Any, path: str, depth: int) -> Any:
         if not isinstance(value, Mapping):
@@ -208,8 +251,8 @@ def _are_disjoint(a: Any, b: Any) -> bool:
         return True
     if not _types(a) == _types(b) == {"object"}:
         return False
-    names = [name for name in a.get("required", ()) if name in b.get("required", ())]
-    pa, pb = a.get("properties", {}), b.get("properties", {})
+    names = [name for name in _needs(a) if name in _needs(b)]
+    pa, pb = _properties(a), _properties(b)
     if any(_excludes(_values(pa.get(n)), _values(pb.get(n))) for n in names):
         return True
     return _lacks(a, b) or _lacks(b, a)
@@ -238,9 +281,19 @@ def _types(schema: Mapping[str, Any]) -> set[str] | None:
 
 def _lacks(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether ``a`` needs a property that the closed object ``b`` does not have."""
-    properties = b.get("properties") or {}
+    properties = _properties(b)
     is_closed = bool(properties) and b.get("additionalProperties", False) is False
-    return is_closed and any(name not in properties for name in a.get("required", ()))
+    return is_closed and any(name not in properties for name in _needs(a))
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _needs(schema: Mapping[str, Any]) -> list[str]:
+    found = schema.get("required")
+    return [n for n in found if isinstance(n, str)] if isinstance(found, list) else []
 
 
 def _resolves(root: Any, reference: str) -> bool:
@@ -276,7 +329,10 @@ def _close(schema: dict[str, Any]) -> None:
 def relax(schema: Any, path: str) -> tuple[dict[str, Any], list[str]]:
     """A tool's parameters as an object schema the grammar takes, and a warning for each detail
     that was dropped. InvalidRequestError only when it is too large."""
-    out, warnings = _relaxed(schema if isinstance(schema, Mapping) else {}, path)
+    given = dict(schema) if isinstance(schema, Mapping) else {}
+    for key in ("enum", "const", "nullable"):  # of all arguments together: nobody means that
+        given.pop(key, None)
+    out, warnings = _relaxed({**given, "type": "object"}, path)
     return {**out, "type": "object"}, warnings
 
 
@@ -284,9 +340,46 @@ def _relaxed(schema: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list
     warnings: list[str] = []
     cleaner = _Cleaner(schema, lambda where, what: warnings.append(f"{where}: {what}"))
     out = dict(cleaner.clean(schema, path))
-    if out.get("additionalProperties") is False and "required" in out:
-        out["required"] = [n for n in out["required"] if n in out.get("properties", {})]
+    if cleaner.n_references <= MAX_TRIED_REFERENCES:
+        shared = {key: out[key] for key in ("$defs", "definitions") if key in out}
+        out = {**_mend(out, shared, path, warnings), **shared}
     return out, warnings
+
+
+@lru_cache(maxsize=512)
+def _refusal(text: str) -> str:
+    """Why the grammar engine refuses this schema; empty when it takes it. The library is loaded
+    with the first tool: 0.15 s and 10 MiB."""
+    from llguidance import LLMatcher
+
+    found = str(LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text)))
+    return "" if found.startswith("WARNING") else " ".join(found.split())[:200]
+
+
+def _mend(schema: Any, shared: dict[str, Any], path: str, warnings: list[str]) -> Any:
+    """``schema`` without the smallest parts that the engine refuses, each told."""
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+        names = [name for name in _needs(schema) if name in _properties(schema)]
+        schema = {**schema, "required": names}
+    what = _refusal(json.dumps({**shared, **schema, "x-guidance": TOLERANT}))
+    if not what:
+        return schema
+    out = dict(schema)
+    for key in ("properties", "patternProperties"):
+        if isinstance(out.get(key), dict):
+            out[key] = {
+                name: _mend(sub, shared, f"{path}.{key}.{name}", warnings)
+                for name, sub in out[key].items()
+            }
+    for key in ("items", "additionalProperties"):
+        if key in out:
+            out[key] = _mend(out[key], shared, f"{path}.{key}", warnings)
+    if not _refusal(json.dumps({**shared, **out, "x-guidance": TOLERANT})):
+        return out
+    warnings.append(f"{path}: cannot be enforced: {what}")
+    return {}
 
 
 def check(schema: Any, param: str) -> dict[str, Any]:

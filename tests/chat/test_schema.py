@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 
 from edgellm.chat.schema import check, relax, response_schema
+from edgellm.chat.tool_parsers.family import json_schema
 from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.errors import InvalidRequestError
 from edgellm.request import Grammar, GrammarKind
@@ -277,3 +279,62 @@ def test_a_schema_that_is_not_strict_is_relaxed_with_a_warning() -> None:
     assert schema is not None
     assert schema["properties"] == {"a": {"type": "string"}}
     assert warnings == ["$.properties.a.format: the format 'odd' cannot be enforced"]
+
+
+WORDS: dict[str, list[Any]] = {
+    "type": ["string", "integer", "object", "array", "any", ["string", "null"], None, 5],
+    "enum": [[], ["a", 1], [None], "a"],
+    "const": [1, "a", None, {"a": 1}],
+    "minLength": [0, 3, -1, "x", 2.5],
+    "maxLength": [1, 10, None],
+    "pattern": ["\\d+", "^a$", "(?=x)", "[", "a{2,1}", "\\p{L}+", 5],
+    "format": ["date", "uuid", "x"],
+    "minimum": [0, 5, "1", True],
+    "exclusiveMinimum": [0, True],
+    "multipleOf": [0, 0.1, -1],
+    "minItems": [0, 5, -1],
+    "maxItems": [0, 3],
+    "required": [["a"], ["zz"], True, [1]],
+    "additionalProperties": [True, False, {"type": "string"}],
+    "minProperties": [1, 3],
+    "maxProperties": [0, 1],
+    "$ref": ["#", "#/$defs/x", "#/properties/a", "x"],
+    "not": [{}],
+    "nullable": [True],
+}
+
+
+def any_schema(chance: random.Random, depth: int = 0) -> Any:
+    if chance.random() < 0.05:
+        return chance.choice([True, False, None, "string", [], 5, {}])
+    words = chance.sample(sorted(WORDS), chance.randrange(5))
+    schema: dict[str, Any] = {word: chance.choice(WORDS[word]) for word in words}
+    if depth < 3:
+        if chance.random() < 0.5:
+            names = chance.sample("abcd", chance.randrange(4))
+            schema["properties"] = {name: any_schema(chance, depth + 1) for name in names}
+        for word in ("items", "additionalProperties"):
+            if chance.random() < 0.2:
+                schema[word] = any_schema(chance, depth + 1)
+        for word in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if chance.random() < 0.1:
+                schema[word] = [any_schema(chance, depth + 1) for _ in range(chance.randrange(3))]
+        if chance.random() < 0.1:
+            schema["patternProperties"] = {
+                chance.choice(["^x", "["]): any_schema(chance, depth + 1)
+            }
+    if depth == 0:
+        schema["$defs"] = {"x": any_schema(chance, 2)}
+    return schema
+
+
+def test_any_schema_of_a_tool_can_be_enforced_once_relaxed(factory: ConstraintFactory) -> None:
+    chance = random.Random(11)
+    for _ in range(600):
+        schema = any_schema(chance)
+        relaxed, _ = relax(schema, "p")
+        text = f"start: {json_schema(relaxed)}"
+        try:
+            factory.compile(Grammar(kind=GrammarKind.LARK, text=text))
+        except InvalidRequestError as error:
+            pytest.fail(f"{error}: {schema}")
