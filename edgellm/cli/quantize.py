@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,11 +166,13 @@ def _carry_out(job: QuantizeJob, target: Path, as_json: bool) -> None:
     shown = Progress()
     part.unlink(missing_ok=True)
     try:
-        for done in engine.run(job):
-            if as_json:
-                emit("tensor", name=done.name, done=done.index, total=done.count)
-            else:
-                shown.draw(f"{done.index} of {done.count} tensors: {done.name}")
+        # Closed at once when something is raised here (Ctrl-C): the child must not write on.
+        with contextlib.closing(engine.run(job)) as tensors:
+            for done in tensors:
+                if as_json:
+                    emit("tensor", name=done.name, done=done.index, total=done.count)
+                else:
+                    shown.draw(f"{done.index} of {done.count} tensors: {done.name}")
         shown.end()
         if not part.exists():
             raise EngineError("llama.cpp wrote no file")

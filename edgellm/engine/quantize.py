@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Final
 
 import msgspec
@@ -51,7 +51,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def run(job: QuantizeJob) -> Iterator[TensorDone]:
+def run(job: QuantizeJob) -> Generator[TensorDone, None, None]:
     """Carry out a job in a child, tensor by tensor. Closing the iterator ends the child.
 
     Raises EngineError when it fails, with what llama.cpp said.

@@ -8,6 +8,7 @@ library throws a partial away when its process ends.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ from edgellm.errors import DownloadError, EdgeLLMError, ModelNotFoundError, Stor
 from edgellm.store import transfer
 from edgellm.store.catalog import HubRef
 from edgellm.store.files import Choice, Listing, Remote
-from edgellm.store.names import display_name, is_projector, quant_of
+from edgellm.store.names import display_name, is_projector, is_safe, quant_of
 from edgellm.store.others import group_shards, hf_cache
 from edgellm.store.pull import Check, Order, Target, pull
 from edgellm.store.records import Record
@@ -44,6 +45,9 @@ _HTTP_ERROR: Final[type[Exception]] = next(
     OSError,
 )
 _ATTEMPTS: Final = 4
+# What becomes part of a path is looked at first.
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +70,13 @@ def listing(ref: HubRef, settings: StoreSettings | None = None) -> Listing:
     info = _asked(
         lambda: api.model_info(ref.repo, revision=ref.revision, files_metadata=True), ref, settings
     )
-    commit = info.sha or ref.revision or "main"
+    commit = info.sha or ""
+    if not _COMMIT.fullmatch(commit):
+        raise DownloadError(f"{endpoint(settings)} names no commit of {ref.repo}")
     files = [
         _remote(sibling, ref.repo, commit, settings)
         for sibling in info.siblings or []
-        if sibling.rfilename.lower().endswith(".gguf")
+        if sibling.rfilename.lower().endswith(".gguf") and is_safe(sibling.rfilename)
     ]
     if not files:
         raise ModelNotFoundError(
@@ -118,7 +124,7 @@ def order(
     locks = cache / ".locks" / folder.name
     files = [*choice.files, *([projector] if projector else [])]
     refs: tuple[tuple[Path, str], ...] = ()
-    if found.revision != found.commit:
+    if found.revision != found.commit and is_safe(found.revision):
         refs = ((folder / "refs" / found.revision, found.commit),)
     is_main = found.revision == "main"
     what = choice.files[0].name
@@ -308,7 +314,7 @@ def _license(info: Any) -> str | None:
 def _target(file: Remote, folder: Path, locks: Path, commit: str) -> Target:
     """The library names a blob by its entity tag: SHA-256 for large files, git's SHA-1 else."""
     name = file.sha256 or file.git_sha1
-    if name is None:
+    if name is None or not _DIGEST.fullmatch(name):
         raise DownloadError(f"{file.name}: the hub gives no digest, so it cannot be checked")
     return Target(
         remote=file,

@@ -15,7 +15,7 @@ from edgellm.config import StoreSettings
 from edgellm.errors import ChecksumError, GGUFError, StoreError
 from edgellm.store import records, transfer
 from edgellm.store.locks import locked
-from edgellm.store.names import SHARD, display_name
+from edgellm.store.names import SHARD, display_name, is_plain
 from edgellm.store.pull import Check
 from edgellm.store.records import FileRecord, Record
 from edgellm.store.transfer import Listener
@@ -40,6 +40,25 @@ def import_model(
     is never changed. Raises GGUFError for a file that is not sound, StoreError for a name taken.
     """
     listener = listener or Listener()
+    if name is not None and not is_plain(name):
+        raise StoreError(f"{name!r} cannot be the name of a file")
+    try:
+        return _import(source, check, mode, name, listener, settings)
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or source}: {error.strerror or error}",
+            hint="edgellm doctor shows the folders; EDGELLM_STORE_DIR moves the store",
+        ) from error
+
+
+def _import(  # noqa: PLR0917 (called in one place, with all of them)
+    source: Path,
+    check: Check,
+    mode: Mode,
+    name: str | None,
+    listener: Listener,
+    settings: StoreSettings | None,
+) -> Record:
     sources = _shards(source)
     for path in sources:
         if not path.is_file():

@@ -19,6 +19,17 @@ def shard_match(name: str) -> re.Match[str] | None:
     return SHARD.fullmatch(name) if "-of-" in name.lower() else None
 
 
+def is_safe(name: str) -> bool:
+    """Whether a relative path that came from outside stays below the folder it is put into."""
+    parts = name.replace("\\", "/").split("/")
+    return bool(name) and "\0" not in name and not any(p in ("", ".", "..") for p in parts)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is one path component, fit for a file."""
+    return is_safe(name) and "/" not in name and "\\" not in name
+
+
 def display_name(path: str) -> str:
     """A file's name without folder, ending and shard number."""
     name = os.path.basename(path)

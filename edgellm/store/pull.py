@@ -21,7 +21,7 @@ from edgellm.errors import GGUFError, StoreError
 from edgellm.store import records, transfer
 from edgellm.store.files import Remote
 from edgellm.store.locks import locked
-from edgellm.store.names import SHARD, display_name
+from edgellm.store.names import SHARD, display_name, is_plain
 from edgellm.store.records import FileRecord, Record
 from edgellm.store.transfer import Listener
 
@@ -72,8 +72,10 @@ def _missing(target: Target) -> int:
 def url_order(url: str, *, name: str | None = None, settings: StoreSettings | None = None) -> Order:
     """An order for the GGUF at a plain address, with all its shards, into the store's folder."""
     parts = urlsplit(url)
-    file = unquote(parts.path.rsplit("/", 1)[-1])
-    if not file.lower().endswith(".gguf"):
+    file = unquote(parts.path).rsplit("/", 1)[-1]
+    if name is not None and not is_plain(name):
+        raise StoreError(f"{name!r} cannot be the name of a file")
+    if not is_plain(file) or not file.lower().endswith(".gguf"):
         raise StoreError(
             f"{url} does not name a .gguf file", hint="give the address of the file itself"
         )
@@ -116,6 +118,23 @@ def pull(
     DownloadError (what arrived is kept), ChecksumError, DiskFullError or GGUFError.
     """
     listener = listener or Listener()
+    try:
+        return _pull(order, check, headers or {}, listener, settings)
+    except OSError as error:
+        where = error.filename or order.targets[0].blob.parent
+        raise StoreError(
+            f"{where}: {error.strerror or error}",
+            hint="edgellm doctor shows the folders; HF_HOME and EDGELLM_STORE_DIR move them",
+        ) from error
+
+
+def _pull(
+    order: Order,
+    check: Check,
+    headers: Mapping[str, str],
+    listener: Listener,
+    settings: StoreSettings | None,
+) -> Record:
     lock = records.store_folder(settings) / ".locks" / records.path_of(order.ref).name
     with locked(lock, lambda: listener.note(f"{order.name}: another edgellm is pulling it")):
         known = records.load(order.ref, settings)
@@ -125,7 +144,7 @@ def pull(
         for index, target in enumerate(order.targets):
             waits = f"{target.remote.name}: another program is downloading it"
             with locked(target.lock, lambda text=waits: listener.note(text)):  # type: ignore[misc]
-                job = _Job(record, index, target, check, headers or {}, listener, settings)
+                job = _Job(record, index, target, check, headers, listener, settings)
                 record = job.run()
         for target in reversed(order.targets):
             _show(target)

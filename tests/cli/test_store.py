@@ -305,6 +305,19 @@ def test_quantize_writes_what_it_announced(tmp_path: Path, capsys: Captured) -> 
 
 
 @pytest.mark.model
+def test_ctrl_c_during_quantize_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(self: Progress, text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "draw", pressed)
+    target = tmp_path / "eight.gguf"
+    assert main(["quantize", "starter", str(target), "--type", "Q8_0", "--force"]) == 130
+    assert list(tmp_path.glob("*.gguf*")) == []
+
+
+@pytest.mark.model
 def test_quantize_refuses_what_cannot_be(tmp_path: Path, capsys: Captured) -> None:
     target = layouts.write(tmp_path / "there.gguf")
     for arguments in (

@@ -23,6 +23,7 @@ from edgellm.store import hub as store_hub
 from edgellm.store import pull as store_pull
 from edgellm.store import records, transfer
 from edgellm.store.catalog import HubRef, resolve
+from edgellm.store.importing import import_model
 from edgellm.store.local import list_models
 from edgellm.store.records import Record
 from edgellm.store.transfer import Listener
@@ -416,6 +417,45 @@ def test_a_listing_has_choices_by_size_with_projectors_apart(hub: HubServer) -> 
     ]
     assert [p.name for p in listing.projectors] == ["mmproj-tiny-F16.gguf"]
     assert listing.license == "mit"
+
+
+def test_names_that_lead_out_of_the_cache_are_not_followed(home: Path, hub: HubServer) -> None:
+    hub.files[REPO] = {
+        "../../../escape-Q4_K_M.gguf": model("q4"),
+        "a/../../b-Q4_K_M.gguf": model("q4"),
+        "/tmp/c-Q4_K_M.gguf": model("q4"),
+        "fine-Q8_0.gguf": model("q8"),
+    }
+    assert [c.name for c in store_hub.listing(HubRef(repo=REPO)).choices] == ["fine-Q8_0"]
+
+
+@pytest.mark.parametrize("address", ["http://x/..%2F..%2Fescape.gguf", "http://x/a%5C..%5Cb.gguf"])
+def test_addresses_that_lead_out_of_the_store_are_not_followed(address: str) -> None:
+    try:
+        order = store_pull.url_order(address)
+    except StoreError:
+        return
+    store = records.store_folder()
+    assert [target.path.parent for target in order.targets] == [store]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".."])
+def test_a_models_name_is_one_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError, match="cannot be the name"):
+        store_pull.url_order("http://x/y.gguf", name=name)
+    with pytest.raises(StoreError, match="cannot be the name"):
+        import_model(tmp_path / "x.gguf", check=check_file, name=name)
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = home / "blocked"
+    blocked.write_text("a file where a folder should be")
+    monkeypatch.setenv("HF_HUB_CACHE", str(blocked))
+    with pytest.raises(StoreError, match="blocked") as caught:
+        pull()
+    assert "HF_HOME" in (caught.value.hint or "")
 
 
 # --- plain addresses: no digest is promised, so the entity tag guards the resuming
