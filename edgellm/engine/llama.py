@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from edgellm.engine.backend import OK, Allowed, Limits, OnProgress, Span
+from edgellm.engine.candidates import highest
 from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.prefix import common_prefix
@@ -295,7 +296,6 @@ class LlamaBackend:
         self._piece_buffer = ctypes.create_string_buffer(256)
         self._vocabulary: list[bytes] | None = None
         # How far below the highest logit candidates are looked for; follows what is found.
-        self._near = 8.0
         self._greedy = self._chain([lib.llama_sampler_init_greedy()])
         n_threads = options.sample_threads or min(8, max(1, plan.params.n_threads))
         self._n_threads = n_threads
@@ -700,8 +700,8 @@ class LlamaBackend:
             other.result()
 
     def _shares(self, which: list[int]) -> list[list[int]]:
-        """Consecutive rows for each thread; a row alone is not worth a thread."""
-        n = max(2, -(-len(which) // self._n_threads))
+        """Consecutive rows for each thread; waking one costs as much as a few rows."""
+        n = max(8, -(-len(which) // self._n_threads))
         return [which[i : i + n] for i in range(0, len(which), n)]
 
     def _matrix(self) -> Any:
@@ -713,46 +713,17 @@ class LlamaBackend:
         return np.frombuffer(data, np.float32).reshape(self._batch.n_rows, self.n_vocab)
 
     def _filter(self, samplers: Sequence[Any], logits: Any) -> list[int]:
-        """Chains applied to the logits near each row's highest: two passes over the row, where a
-        chain alone would first copy all of it into candidates of 12 bytes each."""
-        n_vocab = self.n_vocab
-        near = self._near
-        lowest = logits.max(1) - near
-        flat = np.flatnonzero(logits >= lowest[:, None])
-        ends = np.searchsorted(flat, np.arange(1, len(samplers) + 1) * n_vocab)
-        candidates = np.empty(len(flat), _CANDIDATE)
-        candidates["id"] = flat % n_vocab
-        candidates["logit"] = logits.ravel()[flat]
-        base = candidates.ctypes.data
-        out, start = [], 0
-        data = lib.llama_token_data_array()
-        for i, (sampler, end) in enumerate(zip(samplers, ends.tolist(), strict=True)):
-            if sampler.depth:
-                out.append(self._widen(sampler, logits[i], sampler.depth + 0.01))
-            elif end - start < sampler.needed:
-                self._near = near * 1.5
-                out.append(self._widen(sampler, logits[i], near * 2))
-            else:
-                out.append(
-                    _apply(data, sampler.chain, base + start * _CANDIDATE.itemsize, end - start)
-                )
-                if end - start > 32 * sampler.needed:
-                    self._near = near * 0.8
-            start = end
+        """Chains applied to each row's highest logits alone."""
+        needed = max(1, *(sampler.needed for sampler in samplers))
+        out = []
+        for sampler, row, best in zip(samplers, logits, highest(logits, needed), strict=True):
+            deep = bool(sampler.depth)
+            ids = np.flatnonzero(row >= row.max() - (sampler.depth + 0.01)) if deep else best
+            candidates = np.empty(len(ids), _CANDIDATE)
+            candidates["id"], candidates["logit"] = ids, row[ids]
+            data = lib.llama_token_data_array()
+            out.append(_apply(data, sampler.chain, candidates.ctypes.data, len(ids)))
         return out
-
-    def _widen(self, sampler: Any, row: Any, near: float) -> int:
-        """A row with too few logits near its highest: look further down until there are enough."""
-        top = row.max()
-        while True:
-            ids = np.flatnonzero(row >= top - near)
-            if len(ids) >= min(sampler.needed, self.n_vocab) or not np.isfinite(near):
-                break
-            near *= 2
-        candidates = np.empty(len(ids), _CANDIDATE)
-        candidates["id"], candidates["logit"] = ids, row[ids]
-        data = lib.llama_token_data_array()
-        return _apply(data, sampler.chain, candidates.ctypes.data, len(ids))
 
     def _sample_chains(
         self, rows: Sequence[int], samplers: Sequence[Any], which: list[int], out: list[int]
