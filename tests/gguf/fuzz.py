@@ -74,14 +74,13 @@ def main() -> int:
         while seen.total() < options.count:
             header, size = rng.choice(seeds)
             for data in mutants(header, rng, 8):
-                started = time.perf_counter()
+                started = time.thread_time()  # of CPU: the machine may be busy with others
                 seen[outcome(data, size + rng.randrange(2), Path(folder, "m.gguf"))] += 1
-                slowest = max(slowest, time.perf_counter() - started)
+                slowest = max(slowest, time.thread_time() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{seen.total()} mutants of {len(seeds)} headers: {dict(seen)}")
-    print(
-        f"slowest {slowest * 1e3:.0f} ms, peak memory {peak:.0f} MiB ({before / 1024:.0f} before)"
-    )
+    memory = f"peak memory {peak:.0f} MiB ({before / 1024:.0f} before)"
+    print(f"slowest {slowest * 1e3:.0f} ms of CPU, {memory}")
     wrong = set(seen) - {"parsed", "refused"}
     return int(bool(wrong) or slowest > LIMIT_S or peak > LIMIT_MIB)
 
