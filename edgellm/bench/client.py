@@ -46,7 +46,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def url(self) -> str:
         """The address as people write it."""
-        return f"http{'s' if self.tls else ''}://{self.host}:{self.port}{self.base}"
+        return f"http{'s' if self.tls else ''}://{self.authority}{self.base}"
+
+    @property
+    def authority(self) -> str:
+        """``host:port``, an IPv6 address in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -306,7 +312,7 @@ class _Exchange(asyncio.Protocol):
 def _payload(endpoint: Endpoint, method: str, path: str, body: bytes) -> bytes:
     key = f"Authorization: Bearer {endpoint.api_key}\r\n" if endpoint.api_key else ""
     head = (
-        f"{method} {endpoint.base}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
+        f"{method} {endpoint.base}{path} HTTP/1.1\r\nHost: {endpoint.authority}\r\n"
         f"Accept: text/event-stream, application/json\r\nConnection: close\r\n{key}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )

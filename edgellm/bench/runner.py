@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -34,7 +34,7 @@ from edgellm.bench.stats import (
     phase_metrics,
     steady_window,
 )
-from edgellm.bench.target import Target
+from edgellm.bench.target import Target, describe_server
 from edgellm.errors import EngineError
 from edgellm.metrics import percentile
 
@@ -79,6 +79,8 @@ class Runner:
             levels.append(level)
             lags += level_lags
         after = moment(self._pids)
+        # Asked again: a server that loads on first use had no measured memory to tell before.
+        about = await describe_server(self._target.endpoint, self._target.model)
         seen = conditions(before, after)
         spread = max((_spread(level) for level in levels), default=0.0)
         warnings += safety_warnings(seen, spread=spread, lags=lags, knows_server=bool(self._pids))
@@ -87,7 +89,7 @@ class Runner:
             started=started,
             took_s=clock() - begin,
             config=self._config,
-            target=self._record(after, model_path),
+            target=self._record(after, about or self._target.about, model_path),
             machine=describe_machine(),
             conditions=seen,
             levels=tuple(levels),
@@ -173,7 +175,7 @@ class Runner:
 
         return show
 
-    def _record(self, after: Moment, model_path: str | None) -> TargetRecord:
+    def _record(self, after: Moment, about: dict[str, Any], model_path: str | None) -> TargetRecord:
         target = self._target
         memory = {f"gpu{g.index}": g.memory_used for g in after.gpus}
         if self._pids:
@@ -183,7 +185,7 @@ class Runner:
             url=target.endpoint.url,
             model=target.model,
             command=target.command,
-            about=target.about,
+            about=about,
             model_path=model_path,
             model_digest=quick_digest(Path(model_path)) if model_path else None,
             memory=memory,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
@@ -187,21 +188,22 @@ async def find_target(
         raise EngineError(
             f"{endpoint.url} does not answer /v1/models", hint="start it, or name --model"
         )
-    about = await describe_server(endpoint)
+    named = model or _first_model(listing)
+    about = await describe_server(endpoint, named)
     return Target(
         name=name or _kind(about),
         endpoint=endpoint,
-        model=model or _first_model(listing),
+        model=named,
         pid=pid,
         command=command,
         about=about,
     )
 
 
-async def describe_server(endpoint: Endpoint) -> dict[str, Any]:
+async def describe_server(endpoint: Endpoint, model: str) -> dict[str, Any]:
     """What the server tells of its plan and build, for the record."""
     about: dict[str, Any] = {}
-    plan = await get_json(endpoint, "/v1/edgellm/plan")
+    plan = await get_json(endpoint, f"/v1/edgellm/plan?model={quote(model)}", timeout_s=30.0)
     if isinstance(plan, dict):
         return {"kind": "edgellm", "plan": plan}
     props = await get_json(endpoint, "/props")

@@ -39,6 +39,7 @@ def test_a_model_is_served_measured_kept_compared_and_exported(
         assert run["target"]["about"]["kind"] == "edgellm"
         assert run["target"]["model_digest"].startswith("ends-sha256:")
         assert run["target"]["memory"]["resident"] > 0
+        assert run["target"]["about"]["plan"]["report"]["build"] == "scripted"
     listed = printed(capsys, "bench", "ls")
     assert [entry["label"] for entry in listed] == ["b", "a"]
     found = printed(capsys, "bench", "diff", "a", "b")
