@@ -239,6 +239,7 @@ def render(view: View, body: ChatBody) -> PreparedChat:
     messages = plain_messages(body.messages)
     if not messages:
         raise InvalidRequestError("messages is empty", param="messages")
+    _check_end(body, messages)
     return prepare_chat(
         view.chat,
         messages,
@@ -252,6 +253,19 @@ def render(view: View, body: ChatBody) -> PreparedChat:
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=is_prefill(messages[-1]),
     )
+
+
+def _check_end(body: ChatBody, messages: Sequence[dict[str, Any]]) -> None:
+    """Refuse what cannot be continued in one way only, as llama-server does."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude one another",
+            param="continue_final_message",
+        )
+    if [message["role"] for message in messages[-2:]] == ["assistant", "assistant"]:
+        raise InvalidRequestError(
+            "two messages of the assistant stand at the end", param=f"messages[{len(messages) - 1}]"
+        )
 
 
 def is_prefill(message: dict[str, Any]) -> bool:
