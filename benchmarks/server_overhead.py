@@ -20,6 +20,8 @@ import tempfile
 import time
 from typing import Any
 
+import psutil
+
 
 def request(path: str, body: dict[str, Any]) -> bytes:
     """One HTTP request as bytes."""
@@ -108,6 +110,14 @@ def start_server(home: str) -> tuple[subprocess.Popen[str], int]:
     return process, int(line.rstrip().rsplit(":", 1)[1].removesuffix("/v1"))
 
 
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """CPU time so far of the server and of its engine."""
+    server = psutil.Process(pid)
+    engines = [child.cpu_times() for child in server.children(recursive=True)]
+    own = server.cpu_times()
+    return own.user + own.system, sum(t.user + t.system for t in engines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5)
@@ -126,14 +136,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         process, port = start_server(home)
         try:
-            results = {}
+            results: dict[str, float] = {}
             for name, (kind, message) in cases.items():
                 asyncio.run(drive(kind, port, message, 4, 0.5))
-                results[name] = round(
-                    asyncio.run(
-                        drive(kind, port, message, arguments.connections, arguments.seconds)
-                    )
+                before, began = cpu_seconds(process.pid), time.monotonic()
+                rate = asyncio.run(
+                    drive(kind, port, message, arguments.connections, arguments.seconds)
                 )
+                after = cpu_seconds(process.pid)
+                n = rate * (time.monotonic() - began)
+                results[name] = round(rate)
+                # What other programs on the machine cannot change.
+                results[name + ".server_us"] = round((after[0] - before[0]) / n * 1e6, 1)
+                results[name + ".engine_us"] = round((after[1] - before[1]) / n * 1e6, 1)
         finally:
             process.terminate()
             process.wait(30)
@@ -142,7 +157,7 @@ def main() -> None:
     else:
         print(f"cores: {os.cpu_count()}, connections: {arguments.connections}")
         for name, value in results.items():
-            print(f"{name:28} {value:>8,}")
+            print(f"{name:40} {value:>10,}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from edgellm.request import Overflow, Priority
 from edgellm.runtime import ModelSpec, local_path, make_runtime
 from edgellm.server import access
 from edgellm.server.core import Limits, Options, Server
-from edgellm.server.run import Bind, open_sockets
+from edgellm.server.run import Bind, open_sockets, run
 from edgellm.server.run import serve as run_server
 from edgellm.server.statefile import StateFile
 from edgellm.store import local
@@ -157,7 +156,7 @@ def serve(
     bind = bind_of(settings.serve)
     options = options_of(settings, bind, state, quiet=quiet, priority=priority, ui=ui)
     first = preload if preload is not None else len(specs) == 1
-    asyncio.run(_serve(specs, settings, options, bind, state, preload=first))
+    run(_serve(specs, settings, options, bind, state, preload=first))
 
 
 async def _serve(

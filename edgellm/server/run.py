@@ -7,8 +7,8 @@ import contextlib
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import uvicorn
@@ -19,6 +19,8 @@ from edgellm.server import log
 from edgellm.server.app import App
 from edgellm.server.core import Server
 from edgellm.server.statefile import StateFile
+
+T = TypeVar("T")
 
 HEADERS_TIMEOUT_S: Final = 30.0
 KEEP_ALIVE_S: Final = 75
@@ -130,6 +132,15 @@ def _listen(host: str, port: int) -> socket.socket:
         raise
     opened.setblocking(False)
     return opened
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, on uvloop where it exists: half the cost of a socket's event."""
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 async def serve(
