@@ -9,7 +9,7 @@ export CMAKE_ARGS ?= -DGGML_RPC=ON
 # Test files side by side, each whole in one process; one worker a core.
 PYTEST_ARGS ?= -n auto --dist loadfile
 
-.PHONY: demo test lint types check generate docs packaging dist audit clean
+.PHONY: clients demo test lint types check generate docs packaging dist audit clean
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -68,6 +68,16 @@ audit: $(VENV)/.installed $(VENV)/.tools
 	$(BIN)/pip-audit --skip-editable
 	$(BIN)/cyclonedx-py environment --output-file dist/sbom.json $(BIN)/python
 	$(BIN)/python packaging/licences.py --check
+
+# Other people's clients, as their registries have them: tests/server/clients runs them.
+CLIENTS := tests/server/clients
+.venv-clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/package.json
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS); fi
+	touch $@
+
+clients: .venv-clients/.installed
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
