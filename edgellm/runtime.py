@@ -30,6 +30,7 @@ from edgellm.errors import (
 )
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner import observed
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.planner.types import KV_BLOCK
@@ -72,9 +73,11 @@ async def open_engine(
     if backend == "llama":
         require_engine()
     plan = await asyncio.to_thread(plan_model, model, request, settings=settings)
-    return await Engine.load(
+    engine = await Engine.load(
         plan, backend=backend, on_progress=on_progress, options=engine_options(settings)
     )
+    await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+    return engine
 
 
 def engine_options(settings: Settings) -> EngineOptions:
@@ -135,6 +138,7 @@ def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
         # Asked for by name, q4 is no surprise.
         allow_q4_kv=plan.allow_q4_kv or "q4" in f"{plan.type_k} {plan.type_v}",
         force=plan.force,
+        observed=observed.load(),
     )
 
 
@@ -649,7 +653,9 @@ def make_runtime(
         return make_plan(local_shape(spec.ref, settings), seen, other or request)
 
     async def loader(plan: Plan, on_progress: OnProgress) -> Engine:
-        return await Engine.load(plan, backend=runs, options=how, on_progress=on_progress)
+        engine = await Engine.load(plan, backend=runs, options=how, on_progress=on_progress)
+        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+        return engine
 
     return Runtime(
         specs,

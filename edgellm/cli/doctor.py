@@ -9,6 +9,8 @@ import msgspec
 from edgellm.cli import checks
 from edgellm.cli.bandwidth import measure_bandwidth
 from edgellm.cli.checks import Check, Facts
+from edgellm.planner import observed
+from edgellm.planner.plan import Observation
 from edgellm.units import format_bytes
 
 SCHEMA = "edgellm.doctor/1"
@@ -25,13 +27,16 @@ def doctor(*, measure: bool = False, json: bool = False) -> int:
     Parameters
     ----------
     measure
-        Also measure the memory bandwidth, which bounds decoding on the CPU (2 seconds).
+        Also measure the memory bandwidth, which bounds decoding on the CPU (2 seconds);
+        later plans use it.
     json
         Print JSON (edgellm.doctor/1).
     """
     facts = checks.examine()
     judged = checks.judge(facts)
     bandwidth = measure_bandwidth(facts.devices.host.n_physical) if measure else None
+    if bandwidth is not None:
+        observed.remember([Observation(device="host", bandwidth=bandwidth)])
     if json:
         print(msgspec.json.encode(_as_json(facts, judged, bandwidth)).decode())
     else:

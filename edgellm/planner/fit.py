@@ -19,6 +19,7 @@ import msgspec
 from edgellm.devices import Devices, Gpu
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
+from edgellm.planner import observed
 from edgellm.planner.estimate import Ledger, Terms, estimate, replace, settle, settled_cache
 from edgellm.planner.memo import remembered
 from edgellm.planner.memory import kv_bytes, state_bytes
@@ -58,7 +59,8 @@ def make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan
         return _nothing_fits(shape, devices, request)
     if request.objective == "context" and request.n_ctx is None:
         choice = _grow_context(shape, devices, request, choice)
-    return finish(shape, devices, request, choice.ledger, choice.speed, notes=choice.notes)
+    speed = as_observed(shape, request, choice.ledger, choice.speed)
+    return finish(shape, devices, request, choice.ledger, speed, notes=choice.notes)
 
 
 @dataclass(frozen=True)
@@ -72,27 +74,44 @@ class Choice:
 
 def _fixed(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     params = fixed_params(request)
-    ledger = estimate(shape, params, devices.gpus, devices.host, terms_of(devices.gpus, request))
-    speed = _speed(shape, devices, ledger)
+    terms = terms_of(shape, devices.gpus, request)
+    ledger = estimate(shape, params, devices.gpus, devices.host, terms)
+    speed = _speed(shape, devices, request, ledger)
     return finish(shape, devices, request, ledger, speed)
 
 
-def terms_of(gpus: Sequence[Gpu], request: PlanRequest) -> list[Terms]:
-    """Margin and overhead of each card: as asked, else the defaults."""
+def terms_of(shape: ModelShape, gpus: Sequence[Gpu], request: PlanRequest) -> list[Terms]:
+    """Margin and overhead of each card: as asked, else as seen here, else the defaults."""
+    seen, arch = request.observed, shape.arch
     return [
         Terms(
-            margin=default_margin(gpu) if request.margin is None else request.margin,
-            overhead=request.overhead,
+            margin=observed.margin(seen, gpu, arch, default_margin(gpu))
+            if request.margin is None
+            else request.margin,
+            overhead=observed.overhead(seen, gpu, arch)
+            if request.overhead is None
+            else request.overhead,
         )
         for gpu in gpus
     ]
 
 
-def _speed(shape: ModelShape, devices: Devices, ledger: Ledger) -> Speed:
+def _speed(shape: ModelShape, devices: Devices, request: PlanRequest, ledger: Ledger) -> Speed:
     by_id = {gpu.id: gpu for gpu in devices.gpus}
     used = [by_id[d.id] for d in ledger.devices]
+    host = host_card(devices.host, observed.host_bandwidth(request.observed))
     cards = [card(gpu) for gpu in used]
-    return predict(shape, ledger.params, ledger.layer_device, cards, host_card(devices.host))
+    speed = predict(shape, ledger.params, ledger.layer_device, cards, host)
+    return as_observed(shape, request, ledger, speed)
+
+
+def as_observed(shape: ModelShape, request: PlanRequest, ledger: Ledger, speed: Speed) -> Speed:
+    """``speed`` corrected by what these devices did with this architecture before."""
+    names = [d.uuid or d.name for d in ledger.devices if d.used] or ["host"]
+    ratio = observed.decode_ratio(request.observed, names, shape.arch) if request.observed else None
+    if ratio is None:
+        return speed
+    return msgspec.structs.replace(speed, decode_tps=speed.decode_tps * ratio, basis="measured")
 
 
 def best(shape: ModelShape, devices: Devices, request: PlanRequest) -> Choice | None:
@@ -180,9 +199,9 @@ class Search:
         self.host = devices.host
         self.request = request
         self.gpus = tuple(gpus)
-        self.terms = terms_of(gpus, request)
+        self.terms = terms_of(shape, gpus, request)
         self.cards: list[Card] = [card(gpu) for gpu in gpus]
-        self.cpu = host_card(devices.host)
+        self.cpu = host_card(devices.host, observed.host_bandwidth(request.observed))
         self.all = tuple(devices.gpus)
         self.base = base_params(shape, devices, request)
 
@@ -259,7 +278,8 @@ class Search:
             return ledger
         used = {d.id: d for d in ledger.devices}
         margins = {
-            g.id: t.margin for g, t in zip(self.all, terms_of(self.all, self.request), strict=True)
+            g.id: t.margin
+            for g, t in zip(self.all, terms_of(self.shape, self.all, self.request), strict=True)
         }
         devices = tuple(used.get(gpu.id) or _empty_ledger(gpu, margins[gpu.id]) for gpu in self.all)
         places = [next(i for i, d in enumerate(devices) if d.id == g.id) for g in self.gpus]
@@ -612,14 +632,14 @@ def _nothing_fits(shape: ModelShape, devices: Devices, request: PlanRequest) -> 
     tight = replace(
         base, n_ubatch=UBATCHES[-1], n_gpu_layers=0 if not devices.gpus else base.n_gpu_layers
     )
-    terms = terms_of(devices.gpus, request)
+    terms = terms_of(shape, devices.gpus, request)
     candidates = [
         estimate(shape, replace(tight, n_gpu_layers=n), devices.gpus, devices.host, terms)
         for n in sorted({tight.n_gpu_layers, 0})
     ]
     nearest = min(candidates, key=_missing)
     if request.force:
-        return finish(shape, devices, request, nearest, _speed(shape, devices, nearest))
+        return finish(shape, devices, request, nearest, _speed(shape, devices, request, nearest))
     raise _error(shape, devices, request, nearest)
 
 

@@ -165,6 +165,27 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     build: str = ""
 
 
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What loads on one card (or the host, id ``host``) showed, for one architecture."""
+
+    device: str
+    """The card's UUID, else its name; ``host``."""
+    backend: str = ""
+    build: str = ""
+    arch: str = ""
+    n_loads: int = 0
+    overhead: int | None = None
+    """Bytes the card lost beyond what was planned for the buffers on it, the last time."""
+    error: int = 0
+    """The largest difference of planned and measured use since, in bytes."""
+    decode_ratio: float | None = None
+    """Measured tokens a second over predicted."""
+    bandwidth: float | None = None
+    """Measured bytes a second; of the host's memory."""
+    at: float = 0.0
+    """Seconds since the epoch."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run one model on these devices."""
 
@@ -239,3 +260,5 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     allow_q4_kv: bool = False
     force: bool = False
     """Plan and load even where the estimate says it does not fit."""
+    observed: tuple[Observation, ...] = ()
+    """What earlier loads on this machine showed."""

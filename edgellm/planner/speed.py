@@ -152,10 +152,10 @@ def card(gpu: Gpu) -> Card:
     return Card(bandwidth * GB * _EFFICIENCY, tflops, basis="unknown device")
 
 
-def host_card(host: Host) -> Card:
-    """The CPU: its memory's bandwidth, and about 0.05 TFLOP/s a core."""
+def host_card(host: Host, measured: float | None = None) -> Card:
+    """The CPU: its memory's bandwidth (as measured, else typical), about 0.05 TFLOP/s a core."""
     cores = max(host.n_physical, 1)
-    bandwidth = min(HOST_BANDWIDTH, CORE_BANDWIDTH * cores)
+    bandwidth = min(measured or HOST_BANDWIDTH, CORE_BANDWIDTH * cores)
     return Card(bandwidth, 0.05 * cores, per_layer=60e-6)
 
 
