@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +103,24 @@ def test_tune_shows_what_it_would_try(capsys: pytest.CaptureFixture[str]) -> Non
 def test_rollback_with_nothing_to_undo_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "rollback"]) == 2
     assert "tuning has not written any profile" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_a_search_that_goes_on_where_it_was(home: Path) -> None:
+    args = [sys.executable, "-m", "edgellm", "tune", "starter", "--max-tokens", "4"]
+    args += ["--prompt-words", "8", "--budget"]
+    first = subprocess.Popen(
+        [*args, "60s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert first.stderr is not None
+    heard = []
+    while len(heard) < 3:
+        heard.append(first.stderr.readline())
+    first.send_signal(signal.SIGINT)
+    _, rest = first.communicate(timeout=60)
+    assert first.returncode == 130, rest
+    (journal,) = (home / "state" / "tune").glob("*.jsonl")
+    n_known = len(journal.read_text().splitlines())
+    assert n_known >= 2
+    second = subprocess.run([*args, "0s"], capture_output=True, text=True, check=True)
+    assert second.stderr.startswith(f"going on after {n_known} trials")
+    assert "the plan, round 1" in second.stderr
