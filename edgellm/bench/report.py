@@ -26,6 +26,7 @@ from edgellm.units import format_bytes
 # Rows of the main table. The p99 of few requests is marked in the warnings.
 ROWS: Final = (
     "output_tps",
+    "steady_output_tps",
     "requests_per_s",
     "goodput_ratio",
     "ttft_p50_s",

@@ -24,7 +24,9 @@ from edgellm.bench.runner import Runner, Stage
 from edgellm.bench.scenarios import scenario_from
 from edgellm.bench.stats import Objective, parse_seconds
 from edgellm.bench.target import RunningServer, Target, edgellm_spec, find_target
+from edgellm.bench.tune import Result
 from edgellm.cli.errors import UsageError
+from edgellm.cli.tune import steps_table
 from edgellm.runtime import local_path
 
 app = App(name="bench")
@@ -169,8 +171,11 @@ def show(run: str = "last", *, plot: bool = False, json: bool = False) -> None:
         Print the whole run as JSON: configuration, plan, machine, figures.
     """
     number, kind, document = Archive().document(run)
-    if json or kind != "bench":
+    if json or kind == "eval":
         print(msgspec.json.format(document, indent=2).decode())
+        return
+    if kind == "tune":
+        _show_tuning(document)
         return
     _show(msgspec.json.decode(document, type=BenchRun), number, plot=plot)
 
@@ -312,6 +317,22 @@ def _show(run: BenchRun, number: int | None, *, plot: bool) -> None:
     report.show_run(console, run, number)
     if plot:
         report.show_plots(console, run)
+
+
+class _Tuning(msgspec.Struct):
+    """The part of a tuning run's document that is shown."""
+
+    result: Result
+    profile: str | None = None
+
+
+def _show_tuning(document: bytes) -> None:
+    tuning = msgspec.json.decode(document, type=_Tuning)
+    console = Console()
+    console.print(steps_table(tuning.result))
+    kept = f"profile {tuning.profile}" if tuning.profile else "the plan stayed"
+    noise = f"noise {tuning.result.noise:.1%}"
+    console.print(f"{tuning.result.gain:+.1%} over the plan ({noise}); {kept}")
 
 
 def _as_json(value: object) -> str:

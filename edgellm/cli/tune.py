@@ -218,7 +218,7 @@ class _Search:
 
     def _report(self, result: Result, path: Path | None) -> None:
         console = Console()
-        console.print(_steps_table(result))
+        console.print(steps_table(result))
         end = "" if result.is_complete else " (the budget ended the search; run it again to go on)"
         noise = f"noise {result.noise:.1%}"
         if not result.best:
@@ -258,7 +258,8 @@ def _print_variables(variables: list[Variable], plan: Plan, *, as_json: bool) ->
     console.print(table)
 
 
-def _steps_table(result: Result) -> Table:
+def steps_table(result: Result) -> Table:
+    """What was tried, what it brought, and the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("variable", "tried", "over the best so far", "verdict"):
         table.add_column(title)

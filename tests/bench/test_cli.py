@@ -87,6 +87,8 @@ def test_tune_measures_keeps_its_run_and_what_it_writes_can_be_rolled_back(
     assert not {"plan.threads", "plan.ubatch"} & set(result["best"])
     (entry,) = printed(capsys, "bench", "ls", "--kind", "tune")
     assert entry["label"] == "tuned-smollm2-135m-instruct-q4-1-cpu"
+    assert main(["bench", "show", "1"]) == 0
+    assert "over the plan" in capsys.readouterr().out
     if result["best"]:
         assert config.load({"profile": entry["label"]}).settings.plan.ubatch == 64
         assert main(["profile", "rollback", entry["label"]]) == 0
