@@ -302,7 +302,7 @@ complete -c edgellm -n '__fish_edgellm_using_command config unset' -l version -d
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -l version -d 'Display application version.'
-complete -c edgellm -n '__fish_edgellm_using_command doctor' -l measure -d 'Also measure the memory bandwidth, which bounds decoding on the CPU (2 seconds).'
+complete -c edgellm -n '__fish_edgellm_using_command doctor' -l measure -d 'Also measure the memory bandwidth, which bounds decoding on the CPU (2 seconds)…'
 complete -c edgellm -n '__fish_edgellm_using_command doctor' -l json -d 'Print JSON (edgellm.doctor/1).'
 
 # Subcommands for: eval
