@@ -19,7 +19,14 @@ from edgellm.chat.template import CHATML, ChatModel, TemplateRefusedError
 from edgellm.chat.tool_parsers import Family, generic
 from edgellm.chat.tool_parsers import choose as choose_family
 from edgellm.chat.tool_parsers.stream import encodable
-from edgellm.chat.tools import Shape, ToolPlan, build_grammar, generic_prompt, plan_tools
+from edgellm.chat.tools import (
+    Shape,
+    ToolPlan,
+    build_grammar,
+    described,
+    generic_prompt,
+    plan_tools,
+)
 from edgellm.errors import InvalidRequestError
 from edgellm.request import Grammar
 
@@ -160,11 +167,21 @@ def _renderer(
 ) -> turns.Render:
     shown = plan.shown if plan.mode != "none" and caps.shows_tools else None
 
-    def render(messages: list[Message], open_turn: bool) -> str:
+    def render_with(tools: Any, messages: list[Message], open_turn: bool) -> str:
         names = templates.variables(
-            model, messages, tools=shown, add_generation_prompt=open_turn, extra=extra
+            model, messages, tools=tools, add_generation_prompt=open_turn, extra=extra
         )
         return templates.render(source, names)
+
+    def render(messages: list[Message], open_turn: bool) -> str:
+        try:
+            return render_with(shown, messages, open_turn)
+        except TemplateRefusedError:
+            raise
+        except InvalidRequestError:
+            if not shown:
+                raise
+            return render_with(described(shown), messages, open_turn)
 
     return render
 

@@ -120,9 +120,25 @@ def _read_tool(tool: Any, path: str, warnings: list[str]) -> tuple[Tool, dict[st
 
 def _shown(parameters: Any) -> dict[str, Any]:
     """Parameters as templates walk through them: an object that has properties."""
-    if not isinstance(parameters, Mapping):
-        return {"type": "object", "properties": {}}
-    return {"type": "object", "properties": {}, **parameters}
+    given = dict(parameters) if isinstance(parameters, Mapping) else {}
+    if not isinstance(given.get("properties", {}), Mapping):
+        del given["properties"]
+    return {"type": "object", "properties": {}, **given}
+
+
+def described(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools whose every property has a description, which some templates do without asking."""
+    out = []
+    for tool in shown:
+        function = tool["function"]
+        parameters = function["parameters"]
+        properties = {
+            name: {"description": "", **sub} if isinstance(sub, Mapping) else sub
+            for name, sub in parameters["properties"].items()
+        }
+        filled = {**function, "parameters": {**parameters, "properties": properties}}
+        out.append({**tool, "function": filled})
+    return out
 
 
 def _read_choice(choice: Any, has_tools: bool) -> tuple[str, tuple[str, ...]]:

@@ -331,6 +331,16 @@ def test_a_template_without_tools_has_them_told_in_the_system_prompt() -> None:
     assert prepared.grammar.trigger == "<tool_call>"
 
 
+def test_a_template_that_needs_descriptions_gets_them() -> None:
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name }}"
+        "{% for k, v in t.function.parameters.properties.items() %}"
+        "{{ ':' + k + v.description }}{% endfor %}{% endfor %}"
+    )
+    own = ChatModel(templates={"default": source})
+    assert prepare_chat(own, [USER], tools=TOOLS).prompt == "get_weather:city"
+
+
 def test_a_relaxed_schema_is_told() -> None:
     tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"format": "odd"}}}}}
     warnings = prepare("chatml-think", tools=[tool]).warnings
