@@ -86,8 +86,8 @@ class Output:
             reason = FinishReason.STOP if ends and seq.end_allowed else None
             text = ""
         else:
-            text = seq.stream.push(self.text_of(token))
-            if seq.stream.matched is not None and seq.end_allowed:
+            text = seq.stream.push(self.text_of(token), may_stop=seq.end_allowed)
+            if seq.stream.matched is not None:
                 reason = FinishReason.STOP
         if reason is None and seq.n_output >= seq.max_output:
             reason = FinishReason.LENGTH

@@ -214,7 +214,7 @@ class Scheduler:
         if not seq.draft or room <= 0:
             return ()
         n = min(len(seq.draft), room, self.limits.n_ctx_seq - len(seq.tokens) - 1)
-        free = self.limits.n_cells - self.n_cells_used - len(self.running)
+        free = (self.limits.n_cells - self.n_cells_used) // max(1, len(self.running)) - 1
         return tuple(seq.draft[: max(0, min(n, free))])
 
     def _fill_prefill(

@@ -25,14 +25,17 @@ class TextStream:
         self._stops = tuple(stops)
         self.matched: str | None = None
 
-    def push(self, piece: bytes) -> str:
-        """Text that may be sent now; ``matched`` is set once a stop string has come."""
+    def push(self, piece: bytes, *, may_stop: bool = True) -> str:
+        """Text that may be sent now; ``matched`` is set once a stop string has come.
+
+        With ``may_stop`` False (min_tokens) stop strings are text like any other.
+        """
         if not self._partial and piece.isascii():
             text = piece.decode("ascii")
         else:
             text = self._decoder.decode(piece)
             self._partial = bool(self._decoder.getstate()[0])
-        if not self._stops or not text:
+        if not (self._stops and text and may_stop):
             return text
         return self._release(text)
 

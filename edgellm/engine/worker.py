@@ -6,6 +6,7 @@ so long that this takes a while are tokenised by a third, so that nothing waits 
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import socket
@@ -286,6 +287,10 @@ def serve(sock: socket.socket) -> int:
         return 1
     loop = Loop(backend, message.options, outbox.send)
     Reader(sock, outbox, backend, loop).start(unframer, early)
+    # What was loaded stays; a full collection in the middle of a stream would walk all of it.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     outbox.send(wire.Loaded(backend.info, backend.report))
     loop.run()
     backend.close()

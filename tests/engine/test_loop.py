@@ -359,3 +359,15 @@ def test_a_pinned_prefix_survives_pressure_and_a_restart(tmp_path: Path) -> None
         again.run()
         assert again.last(r.id).usage.n_cached > 20  # type: ignore[union-attr]
         assert again.text(r.id) == alone(r)
+
+
+def test_stop_strings_are_text_until_min_tokens_are_there() -> None:
+    whole = alone(request(LONG, max_tokens=40))
+    stop = whole.split()[2]
+    simulation = Simulation()
+    r = request(LONG, max_tokens=40, stop=(stop,), min_tokens=12)
+    simulation.add(r)
+    simulation.run()
+    text = simulation.text(r.id)
+    assert stop in text
+    assert whole.startswith(text)
