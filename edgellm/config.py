@@ -84,6 +84,11 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[str | None, Meta(description="a smaller model to draft with")] = None
     mmproj: Annotated[str | None, Meta(description="the vision projector's file")] = None
     force: Annotated[bool, Meta(description="load even where it should not fit")] = False
+    embeddings: Annotated[bool | None, Meta(description="embed texts instead of generating")] = None
+    pooling: Annotated[
+        Literal["none", "mean", "cls", "last", "rank"] | None,
+        Meta(description="how an embedding is read from a text; rank scores documents"),
+    ] = None
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -139,6 +139,8 @@ def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
         allow_q4_kv=plan.allow_q4_kv or "q4" in f"{plan.type_k} {plan.type_v}",
         force=plan.force,
         observed=observed.load(),
+        embeddings=plan.embeddings,
+        pooling=plan.pooling,
     )
 
 

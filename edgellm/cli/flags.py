@@ -81,6 +81,12 @@ class PlanFlags:
     """Map the file instead of reading it."""
     mlock: Annotated[bool | None, Parameter(group=_PARAMETERS)] = None
     """Keep the weights from being swapped out."""
+    embeddings: Annotated[bool | None, Parameter(group=_PARAMETERS)] = None
+    """Embed texts instead of generating (models made for it need no flag)."""
+    pooling: Annotated[
+        Literal["none", "mean", "cls", "last", "rank"] | None, Parameter(group=_PARAMETERS)
+    ] = None
+    """How an embedding is read from a text; rank scores documents for a query."""
 
     def settings(self) -> dict[str, Any]:
         """The flags that were given, as dotted keys for ``config.load``."""

@@ -9,7 +9,7 @@ _edgellm() {
   prev="${COMP_WORDS[COMP_CWORD-1]}"
 
   # Build list of options that take values (to skip their arguments)
-  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
 
   # Build list of all valid command names (to distinguish from positionals)
   local all_commands='ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
@@ -86,7 +86,7 @@ _edgellm() {
       case "${cmd_path[@]}" in
         "batch")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--output" "-o" "--model" "-m" "--concurrency" "--engine" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--output" "-o" "--model" "-m" "--concurrency" "--engine" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -277,6 +277,17 @@ _edgellm() {
               --mlock)
                 COMPREPLY=()
                 ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
               *)
                 COMPREPLY=( $(compgen -f -- "${cur}") )
                 ;;
@@ -380,7 +391,7 @@ _edgellm() {
           ;;
         "chat")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--prompt" "-p" "--system" "-s" "--stats" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--prompt" "-p" "--system" "-s" "--stats" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -560,6 +571,17 @@ _edgellm() {
               --mlock)
                 COMPREPLY=()
                 ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
               *)
                 COMPREPLY=()
                 ;;
@@ -649,7 +671,7 @@ _edgellm() {
           ;;
         "plan")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--fixed" "--explain" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--fixed" "--explain" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -775,6 +797,17 @@ _edgellm() {
                 ;;
               --mlock)
                 COMPREPLY=()
+                ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
                 ;;
               *)
                 COMPREPLY=()
@@ -925,7 +958,7 @@ _edgellm() {
           ;;
         "serve")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--tls-cert" "--tls-key" "--overflow" "--priority" "--engine" "--quiet" "-q" "--ui" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--tls-cert" "--tls-key" "--overflow" "--priority" "--engine" "--quiet" "-q" "--ui" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1166,6 +1199,17 @@ _edgellm() {
               --mlock)
                 COMPREPLY=()
                 ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
               *)
                 COMPREPLY=()
                 ;;
@@ -1231,7 +1275,7 @@ _edgellm() {
           ;;
         "tui")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--attach" "--api-key" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--attach" "--api-key" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1397,6 +1441,17 @@ _edgellm() {
               --mlock)
                 COMPREPLY=()
                 ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
               *)
                 COMPREPLY=()
                 ;;
@@ -1405,7 +1460,7 @@ _edgellm() {
           ;;
         "tune")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--help" "-h" "--version")
+            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1551,6 +1606,17 @@ _edgellm() {
                 ;;
               --mlock)
                 COMPREPLY=()
+                ;;
+              --embeddings)
+                COMPREPLY=()
+                ;;
+              --pooling)
+                local -a _c=("none" "mean" "cls" "last" "rank")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
                 ;;
               *)
                 COMPREPLY=()

@@ -5,7 +5,7 @@
 function __fish_edgellm_using_command
     set -l cmd (commandline -opc)
     set -l subcommands
-    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
     set -l all_commands 'ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
     set -l skip_next 0
     # Extract command words (only real subcommand names) from command line
@@ -45,7 +45,7 @@ end
 function __fish_edgellm_positional_index
     set -l cmd (commandline -opc)
     set -l path_len $argv[1]
-    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
     set -l skip_next 0
     set -l consumed_path 0
     set -l count 0
@@ -154,6 +154,8 @@ complete -c edgellm -n '__fish_edgellm_using_command batch' -l threads-batch -r 
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Subcommands for: bench
 complete -c edgellm -n '__fish_edgellm_using_command bench; and test (__fish_edgellm_positional_index 1) = 0' -a 'ls' -d 'List the runs in the archive, the newest first.'
@@ -272,6 +274,8 @@ complete -c edgellm -n '__fish_edgellm_using_command chat' -l threads-batch -r -
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command chat' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command chat' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Subcommands for: config
 complete -c edgellm -n '__fish_edgellm_using_command config' -a 'set' -d 'Write one setting to config.toml, leaving its other lines as they are.'
@@ -407,6 +411,8 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -l threads-batch -r -
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command plan' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command plan' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Subcommands for: profile
 complete -c edgellm -n '__fish_edgellm_using_command profile' -a 'ls' -d 'List the profiles: those that come with edgellm, and your own.'
@@ -561,6 +567,8 @@ complete -c edgellm -n '__fish_edgellm_using_command serve' -l threads-batch -r 
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command serve' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command serve' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Options for: setup
 complete -c edgellm -n '__fish_edgellm_using_command setup' -l help -d 'Display this message and exit.'
@@ -635,6 +643,8 @@ complete -c edgellm -n '__fish_edgellm_using_command tui' -l threads-batch -r -d
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command tui' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command tui' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Options for: tune
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l help -d 'Display this message and exit.'
@@ -680,6 +690,8 @@ complete -c edgellm -n '__fish_edgellm_using_command tune' -l threads-batch -r -
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l mmap -r -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l no-mmap -d 'Map the file instead of reading it.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l mlock -r -d 'Keep the weights from being swapped out.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l embeddings -r -d 'Embed texts instead of generating (models made for it need no flag).'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l pooling -x -a 'none mean cls last rank' -d 'How an embedding is read from a text; rank scores documents for a query.'
 
 # Options for: verify
 complete -c edgellm -n '__fish_edgellm_using_command verify' -l help -d 'Display this message and exit.'
