@@ -176,7 +176,9 @@ class EdgeApp(App[int]):
         """Show an error as a notification: what happened, then the next step."""
         found = ((title, loud) for kind, title, loud in SEVERITY if isinstance(error, kind))
         title, severity = next(found)
-        body = error.message if error.hint is None else f"{error.message}\n→ {error.hint}"
+        # Some messages end with a log; its place is the log, not a corner of the screen.
+        lines = error.message.splitlines()[:3]
+        body = "\n".join(lines if error.hint is None else [*lines, f"→ {error.hint}"])
         self.notify(
             body, title=title, severity="error" if severity == "error" else "warning", timeout=10,
             markup=False,

@@ -366,6 +366,8 @@ def _connect(path: str) -> sqlite3.Connection:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     # The store is used by one worker thread after it was made on another; never by two at once.
     db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    if path != ":memory:":
+        os.chmod(path, 0o600)  # conversations are their owner's; SQLite's side files follow
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")
     # FULL: a piece that was committed survives a power cut, not only the end of the process.

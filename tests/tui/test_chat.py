@@ -218,9 +218,25 @@ async def test_history_walks_back_and_forth_and_keeps_what_was_not_sent(app: Edg
         assert composer.text == "n"
 
 
-async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
+async def test_an_engine_that_starts_itself_again_is_only_mentioned(
     app: EdgeApp, services: DemoServices
 ) -> None:
+    services.token_s = 0.02
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("a", "enter")
+        await settle(pilot, lambda: screen._live is not None and len(screen._live.text) > 4)
+        services.endpoints[0].is_alive = False
+        await settle(pilot, lambda: screen._live is None)
+        services.endpoints[0].is_alive = True
+        await settle(pilot, lambda: any("is back" in n.message for n in app._notifications))
+        assert app.screen is screen
+
+
+async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
+    app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgellm.tui.screens.chat.MEND_S", 0.2)
     services.token_s = 0.02
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)

@@ -176,3 +176,9 @@ def test_a_title_is_the_first_words(text: str, title: str) -> None:
 def test_code_blocks_are_found_with_an_unclosed_one_last() -> None:
     text = "a\n```python\nx = 1\n```\nb\n~~~\n```\n~~~\n```sh\nls\n"
     assert code_blocks(text) == ["x = 1\n", "```\n", "ls\n"]
+
+
+def test_conversations_are_readable_by_their_owner_alone(store: SessionStore) -> None:
+    store.create()
+    for path in Path(store.path).parent.glob("chat.db*"):
+        assert path.stat().st_mode & 0o077 == 0, path

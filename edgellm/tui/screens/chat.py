@@ -39,6 +39,9 @@ from edgellm.tui.widgets import Meter
 T = TypeVar("T")
 
 RETRY_S: Final = 2.0
+"""How long after a full disk an answer is written again."""
+MEND_S: Final = 15.0
+"""How long an engine that died may take to start itself again."""
 SAVE_S: Final = 0.4
 """How much of an answer a crash may cost."""
 MAX_ATTACHMENT: Final = 4 * 1024 * 1024
@@ -346,7 +349,7 @@ class ChatScreen(EdgeScreen):
             await self._finish(live, "stopped", "stopped")
             raise
         except EdgeLLMError as error:
-            state, note = "error", error.message
+            state, note = "error", error.message.splitlines()[0]
             self.edge.report(error)
             self._maybe_dead(error)
         if live.last is not None and live.last.finish == "length":
@@ -356,10 +359,19 @@ class ChatScreen(EdgeScreen):
     def _maybe_dead(self, error: EdgeLLMError) -> None:
         if isinstance(error, EngineDeadError):
             self.refresh_status()
-            self._offer_restart()
+            self._wait_for_engine()
 
     @work(exclusive=True, group="dead")
-    async def _offer_restart(self) -> None:
+    async def _wait_for_engine(self) -> None:
+        """An engine mends itself a few times; when it does not, a person decides."""
+        endpoint = self.edge.endpoint
+        end = time.monotonic() + MEND_S
+        while endpoint is not None and not endpoint.is_alive and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        self.refresh_status()
+        if endpoint is not None and endpoint.is_alive:
+            self.notify("the engine is back; r asks again", title="Started again")
+            return
         text = "The model's process is gone. What was said is saved. Load the model again?"
         if await self.app.push_screen_wait(ConfirmScreen("The engine ended", text, "Restart")):
             self.edge.restart_engine()

@@ -384,7 +384,7 @@ def verdict_text(plan: Plan, ink: dict[str, str]) -> Text:
 
 def rough_text(verdict: str, ink: dict[str, str]) -> Text:
     """A verdict from the size alone: the same signs, and ``~`` for "about"."""
-    word = {"gpu": "● ~GPU", "partial": "◐ ~part", "cpu": "○ ~CPU", "does_not_fit": "✗ ~too big"}
+    word = {"gpu": "● ~GPU", "partial": "◐ ~part", "cpu": "○ ~CPU", "does_not_fit": "✗ ~big"}
     return Text(word.get(verdict, "·"), style=ink["faint"])
 
 

@@ -37,15 +37,16 @@ METRICS: Final = (
     ("ram", "RAM"),
     ("cpu", "CPU"),
 )
-# A plot's lines: metric, label, scale, mark, colour.
+# A plot's lines: metric, scale, mark, colour. Their legend is in the title: plotext's own legend
+# raises IndexError for a line without points.
 PLOTS: Final = {
-    "throughput": (("decode", "decode tok/s", 1.0, "braille", "primary"),),
+    "throughput": (("decode", 1.0, "braille", "primary"),),
     "latency": (
-        ("ttft", "TTFT ms", 1000.0, "braille", "primary"),
-        ("tpot", "TPOT ms", 1000.0, "dot", "accent"),
+        ("ttft", 1000.0, "braille", "primary"),
+        ("tpot", 1000.0, "dot", "accent"),
     ),
 }
-TITLES: Final = {"throughput": "decode tok/s", "latency": "TTFT and TPOT, ms"}
+TITLES: Final = {"throughput": "decode tok/s", "latency": "⠶ TTFT  • TPOT, ms"}
 
 
 class MonitorScreen(EdgeScreen):
@@ -248,11 +249,12 @@ class MonitorScreen(EdgeScreen):
             plt.xaxes(True, False)
             plt.yaxes(True, False)
             plt.xticks([])
-            for metric, label, scale, marker, color in lines:
+            for metric, scale, marker, color in lines:
                 data = self.query_one(f"#metric-{metric}", Metric).data
                 values = [value * scale for value in data]
                 rgb = tuple(Color.parse(ink[color]).rgb)
-                plt.plot(values, label=label if len(lines) > 1 else None, marker=marker, color=rgb)
+                if values:
+                    plt.plot(values, marker=marker, color=rgb)
             self.query_one(f"#plot-{name}").refresh()
 
     # -- doing -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from textual.reactive import reactive
 from textual.widgets import Static
 from textual.worker import get_current_worker
 
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import DoesNotFitError, EdgeLLMError
 from edgellm.planner.plan import Alternative, LoadReport, Plan, PlanRequest
 from edgellm.tui.ledger import LedgerBar, mib, plan_bars
 from edgellm.tui.ports import ModelRow
@@ -33,11 +33,11 @@ SEQUENCES = [1, 2, 4, 8, 16, 32]
 class Planned(Message):
     """The answer to one question; ``serial`` tells a late one from the current one."""
 
-    def __init__(self, serial: int, outcome: Plan | EdgeLLMError, request: PlanRequest) -> None:
+    def __init__(self, serial: int, plan: Plan | None, error: EdgeLLMError | None) -> None:
         super().__init__()
         self.serial = serial
-        self.outcome = outcome
-        self.request = request
+        self.plan = plan
+        self.error = error
 
 
 class PlanScreen(EdgeScreen):
@@ -119,32 +119,31 @@ class PlanScreen(EdgeScreen):
 
     @work(thread=True, exclusive=True, group="plan")
     def _replan(self, serial: int, ref: str, request: PlanRequest) -> None:
-        outcome: Plan | EdgeLLMError
+        plan, failure = None, None
         try:
-            outcome = self.edge.services.plan(ref, request)
+            plan = self.edge.services.plan(ref, request)
         except EdgeLLMError as error:
-            outcome = error
+            failure = error
+            plan = self._overfull(ref, request) if isinstance(error, DoesNotFitError) else None
         if not get_current_worker().is_cancelled:
-            self.post_message(Planned(serial, outcome, request))
+            self.post_message(Planned(serial, plan, failure))
+
+    def _overfull(self, ref: str, request: PlanRequest) -> Plan | None:
+        """The ledger of what does not fit, so that the bar can show by how much."""
+        try:
+            return self.edge.services.plan(ref, msgspec.structs.replace(request, force=True))
+        except EdgeLLMError:
+            return None
 
     @on(Planned)
     def _planned(self, event: Planned) -> None:
         if event.serial != self._serial:
             return
-        if isinstance(event.outcome, EdgeLLMError):
-            self.failure = event.outcome
-        else:
-            self.failure = None
-            self._before, self.plan = self.plan, event.outcome
-
-    def watch_failure(self, error: EdgeLLMError | None) -> None:
-        if error is None:
-            return
-        ink = self.app.theme_variables
-        text = Text(f"✗ {error.message}", style=ink["error"])
-        if error.hint:
-            text.append(f"\n→ {error.hint}", ink["muted"])
-        self.query_one("#head", Static).update(text)
+        self.failure = event.error
+        if event.plan is not None:
+            self._before, self.plan = self.plan, event.plan
+        elif event.error is not None:
+            self.query_one("#head", Static).update(_failure(event.error, self.app.theme_variables))
 
     async def watch_plan(self, plan: Plan | None) -> None:
         if plan is None:
@@ -217,6 +216,9 @@ class PlanScreen(EdgeScreen):
         if plan.warnings:
             text.append("\n" if text.plain else "")
             text.append("\n".join(f"▲ {warning}" for warning in plan.warnings[:3]), ink["warning"])
+        if self.failure is not None:
+            text.append("\n" if text.plain else "")
+            text.append_text(_failure(self.failure, ink))
         self.query_one("#change", Static).update(text)
 
     def _show_side(self, plan: Plan) -> None:
@@ -273,6 +275,9 @@ class PlanScreen(EdgeScreen):
     def action_load(self) -> None:
         if self.plan is None:
             return
+        if self.failure is not None:
+            self.edge.report(self.failure)
+            return
         row = self.edge.chosen
         if row is not None and not row.is_here:
             self.notify("not on this machine yet: press 1, then d downloads it", title=row.name)
@@ -303,6 +308,11 @@ class PlanScreen(EdgeScreen):
             ("Save as a profile", "Keep these settings under a name", self.action_save),
             ("All automatic", "Give every value back to the planner", self.action_reset),
         ]
+
+
+def _failure(error: EdgeLLMError, ink: dict[str, str]) -> Text:
+    text = Text(f"✗ {error.message}", style=ink["error"])
+    return text.append(f"\n→ {error.hint}", ink["muted"]) if error.hint else text
 
 
 def _steppers(plan: Plan) -> list[Stepper]:
