@@ -26,6 +26,8 @@ MIN_GAIN: Final = 0.03
 """A change must bring this much: less is not worth a setting that someone must keep."""
 MIN_ROUNDS: Final = 2
 MAX_ROUNDS: Final = 5
+CLIMBING: Final = 0.8
+"""Share of the budget for trying: the rest is for the last comparison with the plan."""
 LINEAR: Final = 1.5
 """Gain of one doubling from which the curve still counts as linear."""
 
@@ -175,6 +177,7 @@ class Tuner:
         self._variables = variables
         self._measure = measure
         self._budget_s = budget_s
+        self._limit_s = budget_s
         self._journal = Journal() if journal is None else journal
         self._on_trial = on_trial
         self._on_step = on_step
@@ -189,9 +192,14 @@ class Tuner:
         await self._measure_baseline()
         best: Settings = {}
         is_complete = True
+        self._limit_s = CLIMBING * self._budget_s
         try:
             for variable in self._variables:
                 best = await self._climb(variable, best)
+        except OutOfTime:
+            is_complete = False
+        self._limit_s = self._budget_s
+        try:
             best = await self._confirm(best)
         except OutOfTime:
             is_complete = False
@@ -331,7 +339,7 @@ class Tuner:
         number = len(done)
         trial = self._journal.get(settings, number)
         if trial is None:
-            if in_budget and self._spent_s >= self._budget_s:
+            if in_budget and self._spent_s >= self._limit_s:
                 raise OutOfTime
             trial = await self._measure(settings, number)
             self._journal.add(trial)

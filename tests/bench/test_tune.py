@@ -195,11 +195,13 @@ def test_a_finished_search_leaves_no_journal(tmp_path: Path) -> None:
 
 
 def test_the_budget_ends_the_search_and_keeps_what_was_found() -> None:
-    """The baseline takes three trials of a second; threads is done after about ten."""
-    result = search(World(), budget_s=12.0)
+    """The baseline takes three trials of a second, t = 4 two more; a fifth is for comparing."""
+    world = World()
+    result = search(world, budget_s=12.0)
     assert not result.is_complete
     assert result.best["t"] == 4
     assert result.spent_s == pytest.approx(12.0)
+    assert [settings for settings, _ in world.asked[-2:]] == [{}, result.best]
 
 
 def test_a_plan_that_does_not_run_ends_the_search() -> None:
