@@ -955,6 +955,8 @@ def _rows(matrix: Any, which: list[int]) -> Any:
 
 def _apply(data: Any, chain: Any, address: int, n: int) -> int:
     """What a chain chooses of ``n`` candidates at an address; the chain remembers it."""
+    if not n:
+        raise EngineError("nothing to choose from: the model's logits are not numbers")
     data.data = ctypes.cast(address, lib.llama_token_data_p)
     data.size, data.selected, data.sorted = n, -1, False
     lib.llama_sampler_apply(chain, ctypes.byref(data))
