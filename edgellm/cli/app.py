@@ -52,7 +52,7 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
 _ROOT_FLAGS: Final = ("--help", "-h", "--version")
 
 _EPILOGUE: Final = (
-    "Start with:  edgellm pull starter && edgellm chat starter\n\n"
+    "Start with:  edgellm doctor, then edgellm chat starter\n\n"
     "Each command has --help with an example."
 )
 
