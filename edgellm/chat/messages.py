@@ -255,6 +255,10 @@ def merged(messages: list[Message]) -> list[Message]:
     return out
 
 
+def has_system(messages: list[Message]) -> bool:
+    return any(message["role"] in ("system", "developer") for message in messages)
+
+
 def system_in_user(messages: list[Message]) -> list[Message]:
     """System texts at the head of the first user message, for templates without that role."""
     system = [m["content"] for m in messages if m["role"] in ("system", "developer")]

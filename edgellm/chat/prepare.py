@@ -45,6 +45,7 @@ class PreparedChat:
         add_special: bool,
         stop: tuple[str, ...],
         grammar: Grammar | None,
+        grammar_after: str | None,
         warnings: tuple[str, ...],
         new_parser: Callable[[], OutputParser],
         find_turns: Callable[[], turns.Turns],
@@ -53,6 +54,9 @@ class PreparedChat:
         self.add_special = add_special
         self.stop = stop
         self.grammar = grammar
+        self.grammar_after = grammar_after
+        """Where a client's own grammar begins to apply: the end of thinking that the prompt
+        opened; None for the start."""
         self.warnings = warnings
         self.new_parser = new_parser
         self._find_turns = find_turns
@@ -114,6 +118,7 @@ def prepare_chat(
         open_turn=add_generation_prompt and not is_continued,
     )
     if is_continued:
+        _check_continuable(plan, wanted)
         prompt = _cut_after(prompt, fitted[-1]["content"])
     prompt, add_special = templates.settle_bos(model, encodable(prompt))
     thinking = reasoning.find_style(source)
@@ -128,13 +133,10 @@ def prepare_chat(
         stop=("<|im_end|>",) if source == CHATML else (),
         grammar=_sendable(build_grammar(plan, shape, wanted)),
         warnings=(*plan.warnings, *dropped),
-        new_parser=_parser_maker(thinking, shape, plan),
+        new_parser=_parser_maker(thinking, shape, plan, is_continued=is_continued),
+        grammar_after=shape.after,
         find_turns=lambda: turns.find(
-            prompt,
-            fitted,
-            render,
-            model.bos_text,
-            keeps_first=_n_system(offered) > 0 and _n_system(fitted) == 0,
+            prompt, fitted, render, model.bos_text, keeps_first=_is_folded(offered, fitted)
         ),
     )
 
@@ -146,8 +148,9 @@ def _sendable(grammar: Grammar | None) -> Grammar | None:
     return msgspec.structs.replace(grammar, text=encodable(grammar.text))
 
 
-def _n_system(messages: list[Message]) -> int:
-    return sum(message["role"] in ("system", "developer") for message in messages)
+def _is_folded(before: list[Message], after: list[Message]) -> bool:
+    """Whether the system prompt became a part of the first turn."""
+    return shapes.has_system(before) and not shapes.has_system(after)
 
 
 def _extra(effort: str | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -220,6 +223,14 @@ def _has_system(messages: list[Message], prompt: str) -> bool:
     return all(text.strip() in prompt for text in texts if isinstance(text, str))
 
 
+def _check_continuable(plan: ToolPlan, wanted: Mapping[str, Any] | None) -> None:
+    if wanted is not None or plan.mode == "required":
+        raise InvalidRequestError(
+            "a message cannot be continued under a response format or a required call",
+            param="messages",
+        )
+
+
 def _cut_after(prompt: str, content: Any) -> str:
     """The prompt up to the end of the last message's text."""
     text = content.rstrip() if isinstance(content, str) else ""
@@ -242,9 +253,11 @@ def _family(model: ChatModel, source: str, plan: ToolPlan, caps: Caps) -> Family
 
 
 def _parser_maker(
-    thinking: Thinking | None, shape: Shape, plan: ToolPlan
+    thinking: Thinking | None, shape: Shape, plan: ToolPlan, *, is_continued: bool
 ) -> Callable[[], OutputParser]:
     family: Family | None = shape.family
     if thinking is None and family is None:
         return PlainParser
-    return lambda: ChatParser(thinking, family, plan.callable, is_open=shape.is_open)
+    return lambda: ChatParser(
+        thinking, family, plan.callable, is_open=shape.is_open, is_continued=is_continued
+    )

@@ -73,10 +73,16 @@ class ChatParser:
     """Splits one choice's text. Never raises; the pieces' cut does not matter."""
 
     def __init__(
-        self, thinking: Thinking | None, family: Family | None, tools: Tools, *, is_open: bool
+        self,
+        thinking: Thinking | None,
+        family: Family | None,
+        tools: Tools,
+        *,
+        is_open: bool,
+        is_continued: bool = False,
     ) -> None:
         self.warnings: list[str] = []
-        self._stream = Stream()
+        self._stream = Stream(is_continued=is_continued)
         self._family = family
         self._tools = tools
         self._thinking = thinking or DEFAULT

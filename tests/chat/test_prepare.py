@@ -192,6 +192,24 @@ def test_the_last_answer_can_be_continued() -> None:
     assert prompt.endswith("<|im_start|>assistant\nIt is")
 
 
+def test_a_continued_answer_keeps_the_space_before_its_next_word() -> None:
+    talk = [USER, {"role": "assistant", "content": "It is"}]
+    for name in ("chatml-think", "llama3", "mistral"):
+        prepared = prepare(name, talk, tools=TOOLS, continue_final_message=True)
+        assert answer_of(prepared.parser, [" sun", "ny"]).content == " sunny"
+
+
+def test_a_promise_cannot_begin_in_the_middle_of_a_message() -> None:
+    talk = [USER, {"role": "assistant", "content": "{"}]
+    with pytest.raises(InvalidRequestError, match="continued"):
+        prepare("llama3", talk, response_format=SCHEMA, continue_final_message=True)
+
+
+def test_a_clients_own_grammar_waits_for_the_end_of_opened_thinking() -> None:
+    assert prepare("deepseek").grammar_after == "</think>"
+    assert prepare("chatml-think").grammar_after is None
+
+
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, "messages"),
     ("hi", {}, "messages"),

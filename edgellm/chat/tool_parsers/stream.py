@@ -64,9 +64,10 @@ class Trimmed:
 
 
 class Stream:
-    """Text not taken yet, and the deltas made so far."""
+    """Text not taken yet, and the deltas made so far. ``is_continued``: the answer began in the
+    prompt, so that white space at its start belongs to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_continued: bool = False) -> None:
         self.text = ""
         self.ended = False
         self.deltas: list[Delta] = []
@@ -74,6 +75,7 @@ class Stream:
         self.in_call = False
         self.in_reasoning = False
         self._content = Trimmed(lambda text: self.deltas.append(ContentDelta(text)))
+        self._content.has_text = is_continued
 
     # Making deltas
 

@@ -231,7 +231,7 @@ def grammar_of(prepared: PreparedChat, fields: SamplingFields) -> Grammar | None
         raise InvalidRequestError(
             "a grammar cannot be combined with tools or a response format", param="grammar"
         )
-    return own
+    return msgspec.structs.replace(own, after=prepared.grammar_after)
 
 
 def render(view: View, body: ChatBody) -> PreparedChat:
