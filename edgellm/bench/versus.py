@@ -16,7 +16,14 @@ from typing import Any, Final
 import msgspec
 
 from edgellm.bench.contests import CONTESTS, LEVELLED, Figures, Heat, Sizes, warm_up
-from edgellm.bench.machine import Machine, conditions, describe_machine, moment, safety_warnings
+from edgellm.bench.machine import (
+    MAX_OTHER_CPU,
+    Machine,
+    conditions,
+    describe_machine,
+    moment,
+    safety_warnings,
+)
 from edgellm.bench.stats import METRICS, Stat, over_repeats, stat_of
 from edgellm.bench.target import RunningServer, ServerSpec, Target
 from edgellm.errors import EngineError
@@ -86,6 +93,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     servers: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     entries: list[Entry] = msgspec.field(default_factory=list)
     warnings: list[str] = msgspec.field(default_factory=list)
+    other_cpu: list[float] = msgspec.field(default_factory=list)
+    """Each heat's share of the CPU that neither the client nor the server used."""
 
     def entry(self, contest: str, concurrency: int) -> Entry:
         """The entry of a contest, made when it is new."""
@@ -159,7 +168,9 @@ class Comparison:
         entry = self.outcome.entry(contest, level)
         entry.rounds.setdefault(target.name, []).append(figures)
         where = f"{contest} x{level} {target.name} round {number + 1}"
-        warnings = safety_warnings(seen, knows_server=bool(pids))
+        if pids:
+            self.outcome.other_cpu.append(seen.other_cpu)
+        warnings = safety_warnings(seen, knows_server=False)
         self.outcome.warnings += [f"{where}: {w}" for w in warnings]
         self._say(f"  {where}: {summary_line(contest, figures)}")
         self._after_heat(self.outcome)
@@ -247,9 +258,20 @@ def to_markdown(outcome: Outcome) -> str:
             about = " ".join((CONTESTS[contest].__doc__ or "").replace("``", "`").split())
             lines += [f"## {contest}", "", about, ""]
             lines += [*_table(contest, entries, first, peers), ""]
-    if outcome.warnings:
-        lines += ["## Warnings", "", *(f"- {w}" for w in dict.fromkeys(outcome.warnings)), ""]
+    warnings = [*_disturbance(outcome.other_cpu), *dict.fromkeys(outcome.warnings)]
+    if warnings:
+        lines += ["## Warnings", "", *(f"- {w}" for w in warnings), ""]
     return "\n".join(lines)
+
+
+def _disturbance(other_cpu: Sequence[float]) -> list[str]:
+    disturbed = sum(share > MAX_OTHER_CPU for share in other_cpu)
+    if not disturbed:
+        return []
+    return [
+        f"other processes used more than {MAX_OTHER_CPU:.0%} of the CPU in {disturbed} of "
+        f"{len(other_cpu)} heats, {max(other_cpu):.0%} at most"
+    ]
 
 
 def _heading(outcome: Outcome) -> list[str]:

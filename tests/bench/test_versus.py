@@ -123,6 +123,15 @@ def test_the_table_shows_medians_ratios_and_both_commands() -> None:
     assert "`peer -c`" in text
 
 
+def test_what_else_ran_is_one_line() -> None:
+    made = outcome()
+    made.other_cpu = [0.01, 0.5, 0.2]
+    text = to_markdown(made)
+    assert "- other processes used more than 10% of the CPU in 2 of 3 heats, 50% at most" in text
+    made.other_cpu = [0.01]
+    assert "Warnings" not in to_markdown(made)
+
+
 def test_the_library_alone_stands_beside_the_servers() -> None:
     made = outcome()
     made.entry("decode", 8).rounds["edgellm"] = [{"steady_output_tps": 90.0}]
