@@ -8,6 +8,7 @@ learned. What is returned has been worked out exactly.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -382,19 +383,25 @@ class Search:
         if combination.caches is None:
             combination.caches = Caches.of(self._caches(combination.params))
         found: tuple[float, Placement] | None = None
-        for placement in self._placements(combination, combination.caches):
-            seconds = self._seconds(placement)
-            if found is None or seconds < found[0]:
-                found = (seconds, placement)
+        for placement, bound in self._placements(combination, combination.caches):
+            if found is not None and bound >= found[0]:
+                break  # fewer layers on the cards are slower still
+            if placement is not None:
+                seconds = self._seconds(placement)
+                if found is None or seconds < found[0]:
+                    found = (seconds, placement)
         combination.placement = found[1] if found else None
         combination.seconds = found[0] if found else 0.0
 
-    def _placements(self, combination: Combination, caches: Caches) -> Iterator[Placement]:
-        """For each number of layers on the cards, the fewest experts on the host that fit."""
+    def _placements(
+        self, combination: Combination, caches: Caches
+    ) -> Iterator[tuple[Placement | None, float]]:
+        """For each number of layers on the cards, the most first, the fewest experts on the host
+        that fit (None: none do), and the seconds a token that such a placement takes at least."""
         n_all = self.shape.n_layer_all + 1
         if not self.gpus:
             if self.request.n_gpu_layers in (None, 0):
-                yield from self._if_host_fits(Placement((), 0), caches)
+                yield self._if_host_fits(Placement((), 0), caches), 0.0
             return
         wanted = self.request.n_gpu_layers
         if wanted is not None:
@@ -403,10 +410,10 @@ class Search:
             tries = range(n_all, -1, -1)
         else:
             tries = self._most(combination, caches)  # fewer layers are never faster
+        dense, experts = self.times[-1]
         for n in tries:
-            placement = self._fill(combination, caches, n)
-            if placement is not None:
-                yield from self._if_host_fits(placement, caches)
+            bound = dense[n_all - n] + experts[n_all - n]
+            yield self._if_host_fits(self._fill(combination, caches, n), caches), bound
 
     def _most(self, combination: Combination, caches: Caches) -> tuple[int, ...]:
         """The largest number of layers that fit."""
@@ -434,6 +441,8 @@ class Search:
             whole = self._fill_exact(combination, caches, n, 0)
             if whole is not None:
                 return whole
+        if len(self.gpus) == 1:
+            return self._fill_one(combination, caches, n)
         low, high = first, self.shape.n_layer_all
         if self._fill_exact(combination, caches, n, high) is None:
             return None
@@ -444,6 +453,19 @@ class Search:
             else:
                 low = middle + 1
         return self._fill_exact(combination, caches, n, low if low > first else 0)
+
+    def _fill_one(self, combination: Combination, caches: Caches, n: int) -> Placement | None:
+        """As :meth:`_fill` on a single card: the first layer whose experts have room."""
+        if not n:
+            return Placement((0,), 0)
+        first = self.shape.n_layer_all + 1 - n
+        room = self._budgets(combination, whole=False)[0]
+        without = self._bytes(caches, first, self.shape.n_layer_all, combination.params.offload_kqv)
+        if without > room:
+            return None
+        experts = self.sums[1]
+        least = bisect_left(experts, experts[-1] - (room - without), first)
+        return Placement((n,), least if least > first else 0)
 
     def _fill_exact(
         self, combination: Combination, caches: Caches, n: int, n_cpu_moe: int
@@ -471,14 +493,15 @@ class Search:
         need = dense[-1] - dense[first] + experts[-1] - experts[max(first, n_cpu_moe)]
         return need + (caches.sums[-1] - caches.sums[first] if on_cards else 0)
 
-    def _if_host_fits(self, placement: Placement, caches: Caches) -> Iterator[Placement]:
-        """Only placements whose host part fits the RAM (a little less than the exact ledger)."""
+    def _if_host_fits(self, placement: Placement | None, caches: Caches) -> Placement | None:
+        """None where the host part outgrows the RAM (a little less than the exact ledger)."""
+        if placement is None:
+            return None
         first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
         dense, experts = self.sums
         held = mapped_bytes(self.shape.input_tensors) + dense[first] + caches.sums[first]
         held += experts[max(first, placement.n_cpu_moe)]
-        if held <= self.host.available or self.request.force:
-            yield placement
+        return placement if held <= self.host.available or self.request.force else None
 
     # --- speed of a placement, without walking the layers again
 
