@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -21,6 +22,9 @@ from edgellm.bench.client import Endpoint, clock, exchange, get_json
 from edgellm.errors import EdgeLLMError, EngineError
 
 _STOP_S: Final = 20.0
+_PR_SET_PDEATHSIG: Final = 1
+# Loaded before the fork: the child does nothing there but the one call.
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +138,8 @@ class RunningServer:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self._spec.environment},
                 start_new_session=True,
+                # Safe: servers are started before anything here starts a thread.
+                preexec_fn=_end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
             )
         except OSError as error:
             raise EdgeLLMError(f"cannot start {self._spec.name}: {error}") from error
@@ -162,6 +168,12 @@ class RunningServer:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._log.close()
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when whoever measures is killed, so that no server stays behind."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _answers(endpoint: Endpoint) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,6 +80,28 @@ async def test_a_failure_inside_ends_the_server_too() -> None:
         async with RunningServer(spec()) as target:
             raise ZeroDivisionError
     assert not psutil.pid_exists(target.pid or 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_server_does_not_outlive_a_killed_benchmark() -> None:
+    made = spec()
+    code = f"""
+import asyncio, time
+from edgellm.bench.target import RunningServer, ServerSpec
+async def main():
+    made = ServerSpec(name="fake", command={made.command!r}, url={made.url!r})
+    async with RunningServer(made) as target:
+        print(target.pid, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    _, alive = psutil.wait_procs([child], timeout=20)
+    assert not alive
 
 
 def test_llama_server_finds_its_libraries_beside_itself(tmp_path: Path) -> None:
