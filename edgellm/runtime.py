@@ -644,15 +644,29 @@ def make_runtime(
 ) -> Runtime:
     """A Runtime over models of this machine, planned and run as the settings say."""
     plan = settings.plan
-    vram, only, request = _vram(plan), _backend(plan), plan_request(settings)
+    vram, only = _vram(plan), _backend(plan)
+    plan_request(settings)  # what is wrong with the settings is said before anything is served
     runs = backend or settings.engine.backend
     how = options if options is not None else engine_options(settings)
     if runs == "llama":
         require_engine()
 
+    shapes: dict[str, tuple[tuple[str, int, int], ModelShape]] = {}
+
+    def shape_of(ref: str) -> ModelShape:
+        # The same object for the same file: the planner remembers its work by shape, and a new
+        # one at every load would keep several of them alive.
+        path = local_path(ref, settings)
+        about = path.stat()
+        stamp = (str(path), about.st_size, about.st_mtime_ns)
+        known = shapes.get(ref)
+        if known is None or known[0] != stamp:
+            known = shapes[ref] = (stamp, model_shape(read_gguf(path)))
+        return known[1]
+
     def planner(spec: ModelSpec, devices: Devices, other: PlanRequest | None) -> Plan:
         seen = devices_.imagine(devices, vram=vram, ram=plan.ram, backend=only)
-        return make_plan(local_shape(spec.ref, settings), seen, other or request)
+        return make_plan(shape_of(spec.ref), seen, other or plan_request(settings))
 
     async def loader(plan: Plan, on_progress: OnProgress) -> Engine:
         engine = await Engine.load(plan, backend=runs, options=how, on_progress=on_progress)
