@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from edgellm.bench import quality, regress
 from edgellm.bench.regress import Answer, Ballot, Case, Tally
 from edgellm.bench.variant import Variant, opened
 from edgellm.cli import main
-from edgellm.cli.eval import vote
+from edgellm.cli.eval import _ask, vote
 from edgellm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -208,6 +209,19 @@ def test_stopping_counts_what_was_answered() -> None:
     choices = iter(["=", "1", "q"])
     tally = vote(ballots(), 0, lambda *_: next(choices))
     assert (tally.a + tally.b, tally.ties) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("typed", "choice"), [("1\n", "1"), ("yes\n=\n", "="), ("\n\n2\n", "2"), ("", "q")]
+)
+def test_a_question_shows_both_answers_and_asks_until_it_is_understood(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, choice: str
+) -> None:
+    ballot = Ballot(case=Case(prompt="why?"), first="because", second="so", first_is_a=True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert _ask(ballot, 3, 9) == choice
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("why?", "because", "so", "3 of 9"))
 
 
 @pytest.mark.parametrize(
