@@ -36,6 +36,8 @@ class Terms:
     margin: int = 0
     overhead: int | None = None
     """None: the table's."""
+    extra: int = 0
+    """Bytes beside the model: a draft model, a projector."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def estimate(
     gpus: Sequence[Gpu],
     host: Host,
     terms: Sequence[Terms] | None = None,
+    *,
+    extra_host: int = 0,
 ) -> Ledger:
     """The ledger of ``params`` as given."""
     params = settle(shape, params)
@@ -85,6 +89,7 @@ def estimate(
                 kv_cache=kv.get(i, 0),
                 recurrent_state=state.get(i, 0),
                 compute=compute.devices[i],
+                extra=each[i].extra,
                 overhead=overhead,
                 n_layers=sum(1 for d in devices if d == i),
             )
@@ -96,6 +101,7 @@ def estimate(
         recurrent_state=state.get(HOST, 0),
         compute=compute.host,
         output=output_bytes(shape, params),
+        extra=extra_host,
     )
     return Ledger(
         params=params,

@@ -23,6 +23,7 @@ _ENTRIES: Final = (
     ("recurrent_state", "state", "cyan"),
     ("compute", "compute", "yellow"),
     ("output", "output", "red"),
+    ("extra", "draft, vision", "white"),
     ("overhead", "overhead", "magenta"),
 )
 _WIDTH: Final = 48

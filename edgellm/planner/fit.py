@@ -22,6 +22,7 @@ from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
 from edgellm.planner import observed
 from edgellm.planner.estimate import Ledger, Terms, estimate, replace, settle, settled_cache
+from edgellm.planner.extras import with_extras
 from edgellm.planner.memo import remembered
 from edgellm.planner.memory import kv_bytes, state_bytes
 from edgellm.planner.overhead import default_margin, default_overhead
@@ -51,6 +52,7 @@ TRIES: Final = 24
 
 def make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     """The plan for ``request``; raises DoesNotFitError when nothing fits and force is off."""
+    request = with_extras(shape, devices, request)
     if request.fixed:
         return _fixed(shape, devices, request)
     choice = best(shape, devices, request)
@@ -76,7 +78,9 @@ class Choice:
 def _fixed(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     params = fixed_params(request)
     terms = terms_of(shape, devices.gpus, request)
-    ledger = estimate(shape, params, devices.gpus, devices.host, terms)
+    ledger = estimate(
+        shape, params, devices.gpus, devices.host, terms, extra_host=request.extra_host
+    )
     speed = _speed(shape, devices, request, ledger)
     return finish(shape, devices, request, ledger, speed)
 
@@ -92,8 +96,9 @@ def terms_of(shape: ModelShape, gpus: Sequence[Gpu], request: PlanRequest) -> li
             overhead=observed.overhead(seen, gpu, arch)
             if request.overhead is None
             else request.overhead,
+            extra=0 if i else request.extra_gpu,
         )
-        for gpu in gpus
+        for i, gpu in enumerate(gpus)
     ]
 
 
@@ -260,7 +265,8 @@ class Search:
         if placement is None:
             return None
         params = self.params(combination.params, placement)
-        ledger = estimate(self.shape, params, self.gpus, self.host, self.terms)
+        extra = self.request.extra_host
+        ledger = estimate(self.shape, params, self.gpus, self.host, self.terms, extra_host=extra)
         combination.compute[self._is_whole(placement)] = (
             tuple(d.compute for d in ledger.devices),
             ledger.host.compute,
@@ -366,7 +372,8 @@ class Search:
                 overhead = default_overhead(
                     gpu, experts=experts, flash=combination.params.flash_attn != "off"
                 )
-            budgets.append(gpu.free - terms.margin - overhead - scratch - self.shared)
+            taken = terms.margin + overhead + terms.extra + scratch + self.shared
+            budgets.append(gpu.free - taken)
         return budgets
 
     def _compute_guess(self, combination: Combination, whole: bool) -> tuple[int, ...]:
@@ -500,7 +507,7 @@ class Search:
         first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
         dense, experts = self.sums
         held = mapped_bytes(self.shape.input_tensors) + dense[first] + caches.sums[first]
-        held += experts[max(first, placement.n_cpu_moe)]
+        held += experts[max(first, placement.n_cpu_moe)] + self.request.extra_host
         return placement if held <= self.host.available or self.request.force else None
 
     # --- speed of a placement, without walking the layers again

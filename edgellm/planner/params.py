@@ -41,6 +41,7 @@ def fixed_params(request: PlanRequest) -> PlanParams:
         embeddings=bool(request.embeddings),
         pooling=request.pooling or "none",
         draft_model=request.draft_model,
+        draft_n_gpu_layers=-1 if request.draft_model and request.extra_gpu else 0,
         mmproj=request.mmproj,
     )
 

@@ -73,7 +73,8 @@ class PlanParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one GPU. ``used`` = weights + kv_cache + recurrent_state + compute + overhead."""
+    """Bytes on one GPU. ``used`` = weights + kv_cache + recurrent_state + compute + extra +
+    overhead."""
 
     id: str
     """llama.cpp's device name (CUDA0) or, for a card given by --vram, GPU0."""
@@ -86,6 +87,8 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache: int = 0
     recurrent_state: int = 0
     compute: int = 0
+    extra: int = 0
+    """The draft model and the projector: weights, caches and scratch memory."""
     overhead: int = 0
     used: int = 0
     headroom: int = 0
@@ -104,6 +107,8 @@ class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
     recurrent_state: int = 0
     compute: int = 0
     output: int = 0
+    extra: int = 0
+    """The draft model and the projector."""
     used: int = 0
 
 
@@ -262,3 +267,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Plan and load even where the estimate says it does not fit."""
     observed: tuple[Observation, ...] = ()
     """What earlier loads on this machine showed."""
+    extra_gpu: int = 0
+    """Bytes on the first card beside the model; the planner fills in a draft's and projector's."""
+    extra_host: int = 0

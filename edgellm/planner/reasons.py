@@ -152,6 +152,9 @@ def reasons(
         found.append(
             Reason(param="tensor_split", value=split, why="the fastest cards filled first")
         )
+    if p.draft_model:
+        where = "on the first card, where it is fast" if p.draft_n_gpu_layers else "no GPU"
+        found.append(Reason(param="draft_model", value=p.draft_model, why=where))
     found.append(Reason(param="n_threads", value=str(p.n_threads), why="one a physical core"))
     return tuple(found)
 
