@@ -27,6 +27,7 @@ from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.prefix import common_prefix
 from edgellm.engine.quantize import QuantizeJob
+from edgellm.engine.retention import first_budget
 from edgellm.engine.sampling import (
     candidates_needed,
     has_penalties,
@@ -367,9 +368,16 @@ class LlamaBackend:
             slot_ids=slots,
             plain_ids=plain,
             retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
+            retain_cells=self._retain_cells(),
             sharing=sharing,
             attached_top_k=top_k,
         )
+
+    def _retain_cells(self) -> int:
+        plan = self._plan
+        weights = sum(d.weights for d in plan.devices) + plan.host.weights
+        kv_cache = sum(d.kv_cache for d in plan.devices) + plan.host.kv_cache
+        return first_budget(weights, kv_cache // max(1, plan.params.n_ctx))
 
     def _n_outputs(self, n_seq: int) -> int:
         """Rows of logits a step: the plan's, one a sequence at least, and some to guess with."""

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from edgellm.engine.backend import Limits
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
+from edgellm.engine.retention import Retention
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Overflow, Priority
@@ -113,6 +114,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.checkpoints = Checkpoints(options.checkpoint_bytes)
+        self.retention = Retention(limits.retain_cells, limits.n_cells)
         self.misses: Counter[str] = Counter()
         self.n_hits = 0
         self.n_preemptions = 0
@@ -377,8 +379,11 @@ class Scheduler:
             return self._restore_checkpoint(seq, limit)
         found = self.tree.match(seq.tokens, limit)
         if found is None or found.n < min(self.options.prefix_min, limit):
+            self.retention.looked_up(seq.tokens, 0, retained=False)
             self._miss(seq, "no_common_prefix" if found is None else "too_short")
             return 0
+        retained = found.holder in self._retained
+        self.retention.looked_up(seq.tokens, found.n, retained=retained)
         self.n_hits += 1
         self.tree.share(found.holder, seq.slot, found.n)
         self._ops.append(Copy(found.holder, seq.slot, found.n))
@@ -459,6 +464,7 @@ class Scheduler:
     def _evict(self) -> bool:
         for holder in self._retained:
             if holder not in self._pinned:
+                self.retention.let_go(self.tree.tokens(holder))
                 self._forget(holder)
                 return True
         return False
@@ -504,9 +510,19 @@ class Scheduler:
                 for inner in self.tree.subsumed(target):
                     if inner in self._retained and inner not in self._pinned:
                         self._forget(inner)
+                self._keep_to_budget()
         self.tree.release(slot)
         self._ops.append(Remove(slot, 0))
         (self._free_plain if slot in self.limits.plain_ids else self._free_slots).append(slot)
+
+    def _keep_to_budget(self) -> None:
+        """Let go of the least recently used prefixes beyond the budget, never of the newest."""
+        loose = [holder for holder in self._retained if holder not in self._pinned]
+        for holder in loose[:-1]:
+            if self.n_cells_retained <= self.retention.cells:
+                return
+            self.retention.let_go(self.tree.tokens(holder))
+            self._forget(holder)
 
     def _worth_keeping(self, slot: int) -> bool:
         if not (self._shares_cells and self.options.retain_prefixes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,24 @@ def test_a_finished_prefix_is_shared_without_computing_it() -> None:
     assert copies[-1].n == 60
     assert (step.work[0].start, step.work[0].n) == (60, 1)
     assert again.n_cached == 60
+
+
+def test_retained_prefixes_beyond_the_budget_go_the_oldest_first() -> None:
+    scheduler = Scheduler(limits(retain_cells=100), EngineOptions())
+    seqs = running(scheduler, *(list(range(k, k + 40)) for k in (0, 1000, 2000, 3000)))
+    for seq in seqs:
+        scheduler.finish(seq)
+        scheduler.check()
+    assert scheduler.n_cells_retained == 80
+    assert scheduler.tree.match(array("i", range(3000, 3040)), 39) is not None
+    assert scheduler.tree.match(array("i", range(40)), 39) is None
+
+
+def test_the_newest_retained_prefix_is_kept_whole_whatever_the_budget() -> None:
+    scheduler = Scheduler(limits(retain_cells=10), EngineOptions())
+    (done,) = running(scheduler, list(range(60)))
+    scheduler.finish(done)
+    assert scheduler.n_cells_retained == 60
 
 
 def test_a_growing_conversation_keeps_one_retained_prefix() -> None:
