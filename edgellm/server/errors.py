@@ -168,9 +168,10 @@ def invalid_json(error: ValueError | RecursionError) -> Problem:
     if isinstance(error, RecursionError):
         return Problem(400, "the JSON body is nested too deeply", code="invalid_json")
     if isinstance(error, msgspec.ValidationError):
-        what, _, path = str(error).rpartition(" - at `")
+        text, at, path = str(error).rpartition(" - at `")
+        if not at:
+            text, path = path, ""
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-        text = what or str(error)
         missing = "required field `"
         if missing in text:
             name = text.split(missing)[1].rstrip("`")
