@@ -138,7 +138,11 @@ def test_tool_results_and_thinking_in_a_history_are_accepted(client: Anthropic) 
     [
         ({"model": "claude-9"}, anthropic.NotFoundError, "not_found_error"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"temperature": "hot"}, anthropic.BadRequestError, "invalid_request_error"),
+        (
+            {"extra_body": {"temperature": "hot"}},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+        ),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
         (
             {"messages": [{"role": "user", "content": "word " * 5000}]},
