@@ -80,10 +80,10 @@ class Tmux:
     def engine(self) -> psutil.Process:
         """The engine's process, under the program's."""
         pane = int(self._run("display-message", "-p", "#{pane_pid}"))
-        for process in psutil.Process(pane).children(recursive=True):
-            if "edgellm.engine.worker" in " ".join(process.cmdline()):
-                return process
-        raise AssertionError("no engine runs")
+        children = psutil.Process(pane).children(recursive=True)
+        engines = [p for p in children if "edgellm.engine.worker" in " ".join(p.cmdline())]
+        assert len(engines) == 1, [p.cmdline() for p in children]
+        return engines[0]
 
     def close(self) -> None:
         self._run("kill-server")
@@ -125,7 +125,9 @@ def test_kill_9_of_the_engine_and_a_resize_lose_nothing(tmux: Tmux) -> None:
     tmux.wait(lambda screen: screen.count("│") > 6)
     tmux.resize(70, 20)
     tmux.wait(lambda screen: "│" in screen and len(screen.split("\n")[0]) <= 70)
-    os.kill(tmux.engine().pid, signal.SIGKILL)
+    engine = tmux.engine()
+    engine.send_signal(signal.SIGKILL)
+    psutil.wait_procs([engine], timeout=PATIENCE_S)
     tmux.wait("the engine's process was ended")
     tmux.keys("C-q")
     screen = tmux.wait("status=")
