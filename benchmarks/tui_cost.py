@@ -135,7 +135,8 @@ def streaming(model: str, backend: str, seconds: float, rate: float) -> dict[str
         terminal.wait("Write a long", 30)
         terminal.pump(2.0)
         process = psutil.Process(terminal.process.pid)
-        before, n_before = process.cpu_times(), len(terminal.seen)
+        quiet = cpu_share(process, terminal, seconds)
+        n_before = len(terminal.seen)
         began = time.perf_counter()
         echoes = []
         while time.perf_counter() - began < seconds:
@@ -145,8 +146,6 @@ def streaming(model: str, backend: str, seconds: float, rate: float) -> dict[str
             echoes.append(terminal.wait(letter, 5) - typed)
             terminal.pump(0.4)
         wall = time.perf_counter() - began
-        after = process.cpu_times()
-        used = after.user + after.system - before.user - before.system
         terminal.type("\x1b")
         terminal.pump(1.0)
         terminal.close()
@@ -155,9 +154,19 @@ def streaming(model: str, backend: str, seconds: float, rate: float) -> dict[str
                 "p50": statistics.median(echoes) * 1000, "max": max(echoes) * 1000,
                 "n": len(echoes),
             },
-            "interface_cpu_percent_of_a_core": used / wall * 100,
+            "interface_cpu_percent_of_a_core": quiet * 100,
             "terminal_kib_per_s": (len(terminal.seen) - n_before) / wall / 1024,
         } | tokens_shown(home)  # fmt: skip
+
+
+def cpu_share(process: psutil.Process, terminal: Terminal, seconds: float) -> float:
+    """The share of one core that drawing takes while nobody types."""
+    before = process.cpu_times()
+    began = time.perf_counter()
+    terminal.pump(seconds)
+    after = process.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    return used / (time.perf_counter() - began)
 
 
 def tokens_shown(home: str) -> dict[str, Any]:

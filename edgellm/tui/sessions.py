@@ -5,8 +5,8 @@ regenerating adds a sibling instead of overwriting. While an answer streams, its
 in pieces (:meth:`SessionStore.append`), each committed to disk, so that a crash costs what arrived
 since the last piece. The next :class:`SessionStore` that opens the file joins them again.
 
-Every method is synchronous and safe to call from one thread at a time; sqlite3 errors leave as
-DiskFullError or StoreError.
+Every method is synchronous and may be called from any thread: one at a time goes to the file.
+sqlite3's errors leave as DiskFullError or StoreError.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ class SessionStore:
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         self.path = str(path)
         self._clock = clock
+        self._lock = threading.RLock()
         with _translated(self.path):
             self._db = _connect(self.path)
             self._prepare()
@@ -335,11 +337,11 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with _translated(self.path), self._db:
+        with self._lock, _translated(self.path), self._db:
             yield self._db
 
     def _all(self, sql: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
-        with _translated(self.path):
+        with self._lock, _translated(self.path):
             return self._db.execute(sql, values).fetchall()
 
     def _one(self, sql: str, values: tuple[Any, ...]) -> sqlite3.Row | None:
@@ -364,7 +366,7 @@ def code_blocks(markdown: str) -> list[str]:
 def _connect(path: str) -> sqlite3.Connection:
     if path != ":memory:":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # The store is used by one worker thread after it was made on another; never by two at once.
+    # Threads take turns by the store's own lock.
     db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
     if path != ":memory:":
         os.chmod(path, 0o600)  # conversations are their owner's; SQLite's side files follow
