@@ -126,7 +126,7 @@ _KINDS: Final = ("cpu", "gpu", "igpu", "accel", "meta")
 def describe_build() -> EngineBuild:
     """Load the libraries and ask them. In the child only: drivers start here."""
     folder = library_folder()
-    ggml, llama = _open(folder, "ggml"), _open(folder, "llama")
+    ggml, llama = open_library(folder, "ggml"), open_library(folder, "llama")
     return EngineBuild(
         version=installed_version() or "",
         commit=_text(ggml, "ggml_commit"),
@@ -149,7 +149,8 @@ def library_folder() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
-def _open(folder: Path, name: str) -> ctypes.CDLL:
+def open_library(folder: Path, name: str) -> ctypes.CDLL:
+    """One of the engine's libraries; the one already loaded when it comes from this folder."""
     if sys.platform == "win32":
         os.add_dll_directory(str(folder))
         return ctypes.CDLL(str(folder / f"{name}.dll"), winmode=0)

@@ -91,6 +91,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Deaths within ``restart_window_s`` that are mended."""
     restart_window_s: float = 300.0
     load_timeout_s: float | None = None
+    rpc_servers: tuple[str, ...] = ()
+    """host:port of ggml-rpc-server processes; their devices are RPC0, RPC1, ... in this order."""
     log_lines: int = 200
     script: Script = Script()
 

@@ -12,7 +12,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from edgellm.engine.backend import OK, Allowed, Limits, OnProgress, Span
+from edgellm.engine.build import library_folder, open_library
 from edgellm.engine.candidates import highest
 from edgellm.engine.imatrix import read_imatrix
 from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
@@ -116,14 +117,18 @@ _ENTRY: Final = {
 }
 
 
-def read_report(lines: Sequence[str]) -> LoadReport:
-    """What llama.cpp's log says it allocated, by device; everything on the host as ``host``."""
+def read_report(lines: Sequence[str], aliases: Mapping[str, str] = {}) -> LoadReport:
+    """What llama.cpp's log says it allocated, by device; everything on the host as ``host``.
+
+    ``aliases``: device names of the buffers that the log calls otherwise.
+    """
     found: dict[str, dict[str, int]] = {}
     offloaded = ""
     for line in lines:
         if match := _BUFFER.search(line):
             name, kind, size = match.groups()
-            device = "host" if name.startswith("CPU") or name.endswith("_Host") else name
+            is_host = name.startswith("CPU") or name.endswith("_Host")
+            device = "host" if is_host else aliases.get(name, name)
             entry = found.setdefault(device, {})
             entry[_ENTRY[kind]] = entry.get(_ENTRY[kind], 0) + round(float(size) * MiB)
         elif match := _OFFLOADED.search(line):
@@ -139,21 +144,96 @@ def build() -> str:
     return f"llama-cpp-python {llama_cpp.__version__}"
 
 
-class _Overrides:
-    """``n_cpu_moe``: the first n layers' expert tensors stay on the host (common/common.h)."""
+def _ggml(name: str, result: Any = None, *arguments: Any) -> Any:
+    """Call a function of the ggml that llama.cpp itself uses; every argument is a pointer or a
+    size.
 
-    class Entry(ctypes.Structure):
-        _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+    llama_cpp._ggml always opens the package's own copy: with LLAMA_CPP_LIB_PATH that is another
+    one, with other devices and buffer types, or none at all.
+    """
+    folder = library_folder()
+    for part in ("ggml", "ggml-base"):
+        function = getattr(open_library(folder, part), name, None)
+        if function is not None:
+            function.restype = result
+            function.argtypes = [ctypes.c_void_p] * len(arguments)
+            return function(*arguments)
+    raise EngineError(f"the engine's libraries in {folder} have no {name}", hint="edgellm doctor")
 
-    def __init__(self, n_cpu_moe: int) -> None:
-        from llama_cpp._ggml import libggml
 
-        cpu = libggml.ggml_backend_cpu_buffer_type
-        cpu.restype = ctypes.c_void_p
-        self.table = (self.Entry * (n_cpu_moe + 1))()
-        for i in range(n_cpu_moe):
-            pattern = rf"blk\.{i}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-            self.table[i] = self.Entry(pattern.encode(), cpu())
+def _add_rpc_servers(servers: Sequence[str]) -> dict[str, str]:
+    """Make the devices of ggml-rpc-server processes known (``add_rpc_devices``, common/arg.cpp).
+
+    Returns each device's name by the name of its buffers, which counts within its server.
+    """
+    if not servers:
+        return {}
+    rpc = _ggml("ggml_backend_reg_by_name", ctypes.c_void_p, b"RPC")
+    if not rpc:
+        raise ConfigError("the engine was built without RPC", hint="edgellm setup --help")
+    name = b"ggml_backend_rpc_add_server"
+    address = _ggml("ggml_backend_reg_get_proc_address", ctypes.c_void_p, rpc, name)
+    add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
+    found = {}
+    for server in servers:
+        registry = add(server.encode())
+        if not registry:
+            raise EngineError(f"the RPC server {server} has no devices")
+        _ggml("ggml_backend_register", None, registry)
+        for i in range(_ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, registry)):
+            device = _ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, registry, i)
+            device_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, device)
+            found[f"RPC{i}[{server}]"] = device_name.decode()
+    return found
+
+
+def _device_list(names: Sequence[str], *, must_exist: bool) -> Any:
+    """A NULL-terminated ggml_backend_dev_t[] of the devices with these names.
+
+    None when one is missing that need not exist (cards given by size have names of their own).
+    """
+    table = (ctypes.c_void_p * (len(names) + 1))()
+    for i, name in enumerate(names):
+        table[i] = _ggml("ggml_backend_dev_by_name", ctypes.c_void_p, name.encode())
+        if not table[i] and not must_exist:
+            return None
+        if not table[i]:
+            raise EngineError(f"the engine knows no device {name}", hint="edgellm doctor")
+    return table
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+def _expert_overrides(n_cpu_moe: int) -> Any:
+    """Overrides that keep the first n layers' expert tensors on the host, an empty one last.
+
+    One pattern for all (LLM_FFN_EXPS_REGEX, common/common.h): llama.cpp compiles each pattern
+    anew for every tensor.
+    """
+    layers = "|".join(map(str, range(n_cpu_moe)))
+    pattern = rf"blk\.({layers})\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+    table = (_Override * 2)()
+    table[0] = _Override(pattern.encode(), _ggml("ggml_backend_cpu_buffer_type", ctypes.c_void_p))
+    return table
+
+
+def _devices_for(plan: Plan) -> Any:
+    """The devices llama.cpp may use, or None: those it would take by itself.
+
+    A plan for the CPU gives an empty list: with a GPU present even n_gpu_layers 0 would take
+    memory there.
+    """
+    if plan.verdict == "cpu":
+        return _device_list((), must_exist=True)
+    if plan.params.devices:
+        return _device_list(plan.params.devices, must_exist=True)
+    if plan.devices:
+        return _device_list([device.id for device in plan.devices], must_exist=False)
+    return None
 
 
 def _model_params(plan: Plan, keep: list[Any]) -> Any:
@@ -165,19 +245,18 @@ def _model_params(plan: Plan, keep: list[Any]) -> Any:
     params.load_mode = (lib.LLAMA_LOAD_MODE_MMAP if p.use_mmap else lib.LLAMA_LOAD_MODE_NONE) | (
         lib.LLAMA_LOAD_MODE_MLOCK if p.use_mlock else 0
     )
-    if plan.verdict == "cpu":
-        # An empty list: with a GPU present even n_gpu_layers 0 would take memory there.
-        none = (ctypes.c_void_p * 1)(None)
-        keep.append(none)
-        params.devices = ctypes.addressof(none)
+    devices = _devices_for(plan)
+    if devices is not None:
+        keep.append(devices)
+        params.devices = ctypes.addressof(devices)
     if p.tensor_split:
         split = (ctypes.c_float * lib.llama_max_devices())(*p.tensor_split)
         keep.append(split)
         params.tensor_split = split
     if p.n_cpu_moe:
-        overrides = _Overrides(p.n_cpu_moe)
+        overrides = _expert_overrides(p.n_cpu_moe)
         keep.append(overrides)
-        params.tensor_buft_overrides = ctypes.addressof(overrides.table)
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
     return params
 
 
@@ -285,6 +364,7 @@ class LlamaBackend:
         self._options = options
         self._on_progress = on_progress
         lib.llama_backend_init()
+        self._aliases = _add_rpc_servers(options.rpc_servers)
         self._model = self._load_model(plan)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
@@ -306,7 +386,8 @@ class LlamaBackend:
         self.has_draft = self._drafter is not None
         warmup_s = self._warm_up() if options.warmup else 0.0
         self._log.is_kept = False
-        self.report = msgspec.structs.replace(read_report(self._log.lines), warmup_s=warmup_s)
+        report = read_report(self._log.lines, self._aliases)
+        self.report = msgspec.structs.replace(report, warmup_s=warmup_s)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -1012,6 +1093,7 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     log = _Log()
     keep: list[Any] = []
     lib.llama_backend_init()
+    aliases = _add_rpc_servers(options.rpc_servers)
     params = _model_params(plan, keep)
     params.no_alloc = True
     params.load_mode = lib.LLAMA_LOAD_MODE_NONE
@@ -1022,7 +1104,7 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     ctx = lib.llama_init_from_model(model, context)
     if not ctx:
         raise _load_error(plan, log.lines, "the context")
-    report = read_report(log.lines)
+    report = read_report(log.lines, aliases)
     lib.llama_free(ctx)
     lib.llama_model_free(model)
     return report

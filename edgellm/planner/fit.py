@@ -302,11 +302,15 @@ class Search:
     def params(self, params: PlanParams, placement: Placement) -> PlanParams:
         """``params`` with ``placement`` as llama.cpp takes it."""
         split = tuple(float(n) for n in placement.counts) if len(self.gpus) > 1 else ()
+        # Experts in the mapped file are no pinned memory: llama.cpp itself advises load mode none
+        # (create_tensor in src/llama-model-loader.cpp), since batches copy them to the card.
+        maps = not placement.n_cpu_moe if self.request.use_mmap is None else self.request.use_mmap
         return replace(
             params,
             n_gpu_layers=placement.n_gpu_layers,
             n_cpu_moe=placement.n_cpu_moe,
             tensor_split=self.request.tensor_split or split,
+            use_mmap=maps,
         )
 
     def _smaller(self, placement: Placement) -> Placement | None:
