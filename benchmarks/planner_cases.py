@@ -260,7 +260,7 @@ def ledger_of(id_: str) -> Ledger:
         for i in range(case.n_gpus)
     ]
     host = Host(cpu="cpu", n_physical=8, n_logical=16, total=256 * GiB, available=256 * GiB)
-    return estimate(shape_of(case.model), fixed_params(request), gpus, host)
+    return estimate(shape_of(case.model), fixed_params(request), gpus, host, every_block=True)
 
 
 def computed(id_: str) -> dict[str, float]:

@@ -40,8 +40,12 @@ def compute_bytes(
     devices: Sequence[int],
     flash: bool,
     gpus: Sequence[Gpu],
+    every_block: bool = False,
 ) -> Compute:
-    """Bytes of each GPU's compute buffer and of the host's."""
+    """Bytes of each GPU's compute buffer and of the host's.
+
+    ``every_block`` builds all of them: exacter where layers are on the host, and much slower.
+    """
     n_seqs = params.n_seq_max
     tokens = min(params.n_ctx, params.n_ubatch)
     outputs = min(tokens, params.n_outputs_max or params.n_batch)
@@ -65,7 +69,11 @@ def compute_bytes(
     backends = [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND]
     full = bool(gpus) and HOST not in devices
     copies = PIPELINE_COPIES if full and runs_pipelined(params, gpus) else 1
-    sizes = step_sizes(shape, step, places, experts, backends=backends, full=full, copies=copies)
+    if every_block and len({*places, *experts}) > 1:
+        picked = [(il, places[il], experts[il]) for il in range(shape.n_layer)]
+    else:
+        picked = representative(shape, places, experts, host)
+    sizes = step_sizes(shape, step, places, picked, backends=backends, full=full, copies=copies)
     return Compute(tuple(sizes[:-1]), sizes[-1])
 
 
@@ -124,7 +132,7 @@ def step_sizes(
     shape: ModelShape,
     step: Step,
     places: Sequence[int],
-    experts: Sequence[int],
+    picked: Sequence[tuple[int, int, int]],
     *,
     backends: Sequence[Backend],
     full: bool,
@@ -132,7 +140,6 @@ def step_sizes(
 ) -> list[int]:
     """Bytes a backend of one step's graph."""
     host = len(backends) - 1
-    picked = representative(shape, places, experts, host)
     pins = [place if full or step.n_tokens < 32 else None for _, place, _ in picked]
 
     def work_out() -> list[int]:

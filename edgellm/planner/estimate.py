@@ -64,8 +64,9 @@ def estimate(
     terms: Sequence[Terms] | None = None,
     *,
     extra_host: int = 0,
+    every_block: bool = False,
 ) -> Ledger:
-    """The ledger of ``params`` as given."""
+    """The ledger of ``params`` as given; ``every_block``: as exact as can be, and slower."""
     params = settle(shape, params)
     shares = params.tensor_split or tuple(float(g.free) for g in gpus)
     devices = layer_devices(shape, params.n_gpu_layers, shares[: len(gpus)])
@@ -73,7 +74,15 @@ def estimate(
     held = device_tensors(shape, devices, params.n_cpu_moe)
     cache = settled_cache(shape, params)
     kv, state = _caches(shape, params, cache, devices, flash)
-    compute = compute_bytes(shape, params, cache, devices=devices, flash=flash, gpus=gpus)
+    compute = compute_bytes(
+        shape,
+        params,
+        cache,
+        devices=devices,
+        flash=flash,
+        gpus=gpus,
+        every_block=every_block,
+    )
     each = list(terms) if terms is not None else [Terms()] * len(gpus)
     ledgers = []
     for i, gpu in enumerate(gpus):

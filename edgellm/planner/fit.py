@@ -79,7 +79,13 @@ def _fixed(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     params = fixed_params(request)
     terms = terms_of(shape, devices.gpus, request)
     ledger = estimate(
-        shape, params, devices.gpus, devices.host, terms, extra_host=request.extra_host
+        shape,
+        params,
+        devices.gpus,
+        devices.host,
+        terms,
+        extra_host=request.extra_host,
+        every_block=True,
     )
     speed = _speed(shape, devices, request, ledger)
     return finish(shape, devices, request, ledger, speed)

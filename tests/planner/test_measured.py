@@ -48,7 +48,8 @@ def ledger(
     row: dict[str, Any], shape_of: Callable[[str], ModelShape], h200: Gpu, host: Host
 ) -> Ledger:
     terms = [Terms(overhead=round(row["overhead_mib"] * MiB))]
-    return estimate(shape_of(row["model"]), params_of(row), [h200], host, terms)
+    shape = shape_of(row["model"])
+    return estimate(shape, params_of(row), [h200], host, terms, every_block=True)
 
 
 def test_weights_and_caches_are_right_to_half_a_mib(row: dict[str, Any], ledger: Ledger) -> None:
