@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from edgellm import config
 from edgellm.cli.answer import sampling
@@ -31,36 +32,98 @@ DEFAULT_PARALLEL: Final = 8
 _SHARD = re.compile(r"-(\d{5})-of-\d{5}$")
 
 
+_ACCESS = Group("Access", sort_key=10)
+_MODELS = Group("Models", sort_key=11)
+_LIMITS = Group("Limits", sort_key=12)
+_MANY = {"consume_multiple": False, "negative": ()}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """How to serve. Most flags are also settings: serve.NAME in config.toml."""
+
+    host: Annotated[list[str] | None, Parameter(group=_ACCESS, **_MANY)] = None
+    """The address to listen on; repeat it for several. Default 127.0.0.1."""
+    port: Annotated[int | None, Parameter(group=_ACCESS)] = None
+    """Default 8080; 0 takes a free one."""
+    api_key: Annotated[list[str] | None, Parameter(group=_ACCESS, **_MANY)] = None
+    """KEY or NAME:KEY that clients must send; repeat it for several."""
+    api_key_file: Annotated[str | None, Parameter(group=_ACCESS)] = None
+    """A file of such keys, one a line."""
+    insecure: Annotated[bool | None, Parameter(group=_ACCESS, negative=())] = None
+    """Allow an address that others can reach without any key."""
+    cors_origin: Annotated[list[str] | None, Parameter(group=_ACCESS, **_MANY)] = None
+    """An origin whose pages may call; repeat it, or localhost, or *."""
+    allowed_host: Annotated[list[str] | None, Parameter(group=_ACCESS, **_MANY)] = None
+    """Another name that the Host header may carry (a proxy's), or *."""
+    tls_cert: Annotated[str | None, Parameter(group=_ACCESS)] = None
+    """Certificate chain (PEM), for HTTPS."""
+    tls_key: Annotated[str | None, Parameter(group=_ACCESS)] = None
+    """Its private key (PEM)."""
+    ui: Annotated[bool, Parameter(group=_ACCESS, negative="--no-ui")] = True
+    """The page at /."""
+    alias: Annotated[list[str] | None, Parameter(group=_MODELS, **_MANY)] = None
+    """NAME=MODEL, or with one model just NAME. The name * answers to every unknown name."""
+    preload: Annotated[bool | None, Parameter(group=_MODELS, negative="--no-preload")] = None
+    """Load the first model before saying ready. Default: when there is just one."""
+    ttl: Annotated[float | None, Parameter(group=_MODELS)] = None
+    """Unload a model after so many seconds without a request."""
+    max_loaded: Annotated[int | None, Parameter(group=_MODELS)] = None
+    """Models in memory at once."""
+    engine: Annotated[Literal["llama", "scripted"] | None, Parameter(group=_MODELS)] = None
+    """scripted runs without a model's weights: made-up text, for tests of clients and load."""
+    overflow: Annotated[Literal["error", "slide"] | None, Parameter(group=_MODELS)] = None
+    """At the end of the context: an error, or slide over the oldest turns."""
+    priority: Annotated[Literal["interactive", "normal", "batch"], Parameter(group=_MODELS)] = (
+        "normal"
+    )
+    """Of requests that name none."""
+    max_waiting: Annotated[int | None, Parameter(group=_LIMITS)] = None
+    """Requests that may wait for a model's engine."""
+    max_body: Annotated[str | None, Parameter(group=_LIMITS)] = None
+    """The largest request body, such as 32MiB."""
+    rate_limit: Annotated[int | None, Parameter(group=_LIMITS)] = None
+    """Requests a minute for each key."""
+    max_concurrent: Annotated[int | None, Parameter(group=_LIMITS)] = None
+    """Open requests for each key."""
+    timeout: Annotated[float | None, Parameter(group=_LIMITS)] = None
+    """Seconds that one answer may take."""
+    drain: Annotated[float | None, Parameter(group=_LIMITS)] = None
+    """Seconds that running requests get when the server is told to stop."""
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), group=_LIMITS, negative=())] = False
+    """No line for each request."""
+
+    def settings(self) -> dict[str, Any]:
+        """The flags that were given, as dotted keys for ``config.load``."""
+        return {
+            "chat.overflow": self.overflow,
+            "engine.backend": self.engine,
+            "serve.host": ",".join(self.host) if self.host else None,
+            "serve.port": self.port,
+            "serve.api_key": tuple(self.api_key) if self.api_key else None,
+            "serve.api_key_file": self.api_key_file,
+            "serve.insecure": self.insecure,
+            "serve.cors_origins": tuple(self.cors_origin) if self.cors_origin else None,
+            "serve.allowed_hosts": tuple(self.allowed_host) if self.allowed_host else None,
+            "serve.ttl_s": self.ttl,
+            "serve.max_loaded": self.max_loaded,
+            "serve.max_waiting": self.max_waiting,
+            "serve.max_body": None if self.max_body is None else _size(self.max_body),
+            "serve.rate_limit": self.rate_limit,
+            "serve.max_concurrent": self.max_concurrent,
+            "serve.request_timeout_s": self.timeout,
+            "serve.drain_s": self.drain,
+            "serve.tls_cert": self.tls_cert,
+            "serve.tls_key": self.tls_key,
+        }
+
+
 def serve(
     models: Annotated[list[str] | None, Parameter(negative=())] = None,
     /,
     *,
-    host: Annotated[list[str] | None, Parameter(consume_multiple=False, negative=())] = None,
-    port: int | None = None,
-    api_key: Annotated[list[str] | None, Parameter(consume_multiple=False, negative=())] = None,
-    api_key_file: str | None = None,
-    insecure: Annotated[bool | None, Parameter(negative=())] = None,
-    cors_origin: Annotated[list[str] | None, Parameter(consume_multiple=False, negative=())] = None,
-    allowed_host: Annotated[
-        list[str] | None, Parameter(consume_multiple=False, negative=())
-    ] = None,
-    alias: Annotated[list[str] | None, Parameter(consume_multiple=False, negative=())] = None,
-    preload: Annotated[bool | None, Parameter(negative="--no-preload")] = None,
-    ttl: float | None = None,
-    max_loaded: int | None = None,
-    max_waiting: int | None = None,
-    max_body: str | None = None,
-    rate_limit: int | None = None,
-    max_concurrent: int | None = None,
-    timeout: float | None = None,
-    drain: float | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-    overflow: Literal["error", "slide"] | None = None,
-    priority: Literal["interactive", "normal", "batch"] = "normal",
-    engine: Literal["llama", "scripted"] | None = None,
-    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative=())] = False,
-    ui: bool = True,
+    flags: ServeFlags = ServeFlags(),
     sampling_flags: SamplingFlags = SamplingFlags(),  # noqa: B008 (frozen)
     plan_flags: PlanFlags = PlanFlags(),  # noqa: B008 (frozen)
 ) -> None:
@@ -78,84 +141,16 @@ def serve(
     models
         Paths, names in the store, hf: references already downloaded, or a folder. None: every
         model on this machine.
-    host
-        The address to listen on; repeat it for several. Default 127.0.0.1.
-    port
-        Default 8080; 0 takes a free one.
-    api_key
-        KEY or NAME:KEY that clients must send; repeat it for several.
-    api_key_file
-        A file of such keys, one a line.
-    insecure
-        Allow an address that others can reach without any key.
-    cors_origin
-        An origin whose pages may call; repeat it, or localhost, or *.
-    allowed_host
-        Another name that the Host header may carry (a proxy's), or *.
-    alias
-        NAME=MODEL, or with one model just NAME. The name * answers to every unknown name.
-    preload
-        Load the first model before saying ready. Default: when there is just one.
-    ttl
-        Unload a model after so many seconds without a request.
-    max_loaded
-        Models in memory at once.
-    max_waiting
-        Requests that may wait for a model's engine.
-    max_body
-        The largest request body, such as 32MiB.
-    rate_limit
-        Requests a minute for each key.
-    max_concurrent
-        Open requests for each key.
-    timeout
-        Seconds that one answer may take.
-    drain
-        Seconds that running requests get when the server is told to stop.
-    tls_cert
-        Certificate chain (PEM), for HTTPS.
-    tls_key
-        Its private key (PEM).
-    overflow
-        At the end of the context: an error, or slide over the oldest turns.
-    priority
-        Of requests that name none.
-    engine
-        scripted runs without a model's weights: made-up text, for tests of clients and load.
-    quiet
-        No line for each request.
-    ui
-        The page at /.
     """
-    flags: dict[str, Any] = {
-        **plan_flags.settings(),
-        **sampling_flags.settings(),
-        "chat.overflow": overflow,
-        "engine.backend": engine,
-        "serve.host": ",".join(host) if host else None,
-        "serve.port": port,
-        "serve.api_key": tuple(api_key) if api_key else None,
-        "serve.api_key_file": api_key_file,
-        "serve.insecure": insecure,
-        "serve.cors_origins": tuple(cors_origin) if cors_origin else None,
-        "serve.allowed_hosts": tuple(allowed_host) if allowed_host else None,
-        "serve.ttl_s": ttl,
-        "serve.max_loaded": max_loaded,
-        "serve.max_waiting": max_waiting,
-        "serve.max_body": None if max_body is None else _size(max_body),
-        "serve.rate_limit": rate_limit,
-        "serve.max_concurrent": max_concurrent,
-        "serve.request_timeout_s": timeout,
-        "serve.drain_s": drain,
-        "serve.tls_cert": tls_cert,
-        "serve.tls_key": tls_key,
-    }
-    settings = with_parallel(config.load(flags).settings)
-    specs = with_aliases(find_models(models or [], settings), alias or [])
+    given = {**plan_flags.settings(), **sampling_flags.settings(), **flags.settings()}
+    settings = with_parallel(config.load(given).settings)
+    specs = with_aliases(find_models(models or [], settings), flags.alias or [])
     state = StateFile()
     bind = bind_of(settings.serve)
-    options = options_of(settings, bind, state, quiet=quiet, priority=priority, ui=ui)
-    first = preload if preload is not None else len(specs) == 1
+    options = options_of(
+        settings, bind, state, quiet=flags.quiet, priority=flags.priority, ui=flags.ui
+    )
+    first = flags.preload if flags.preload is not None else len(specs) == 1
     run(_serve(specs, settings, options, bind, state, preload=first))
 
 
