@@ -958,7 +958,7 @@ _edgellm() {
           ;;
         "serve")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--tls-cert" "--tls-key" "--overflow" "--priority" "--engine" "--quiet" "-q" "--ui" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--tls-cert" "--tls-key" "--ui" "--no-ui" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--engine" "--overflow" "--priority" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--quiet" "-q" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -991,6 +991,12 @@ _edgellm() {
               --allowed-host)
                 COMPREPLY=()
                 ;;
+              --tls-cert)
+                COMPREPLY=()
+                ;;
+              --tls-key)
+                COMPREPLY=()
+                ;;
               --alias)
                 COMPREPLY=()
                 ;;
@@ -1002,6 +1008,30 @@ _edgellm() {
                 ;;
               --max-loaded)
                 COMPREPLY=()
+                ;;
+              --engine)
+                local -a _c=("llama" "scripted")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --overflow)
+                local -a _c=("error" "slide")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
+                ;;
+              --priority)
+                local -a _c=("interactive" "normal" "batch")
+                local _q
+                COMPREPLY=()
+                for _x in "${_c[@]}"; do
+                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+                done
                 ;;
               --max-waiting)
                 COMPREPLY=()
@@ -1020,36 +1050,6 @@ _edgellm() {
                 ;;
               --drain)
                 COMPREPLY=()
-                ;;
-              --tls-cert)
-                COMPREPLY=()
-                ;;
-              --tls-key)
-                COMPREPLY=()
-                ;;
-              --overflow)
-                local -a _c=("error" "slide")
-                local _q
-                COMPREPLY=()
-                for _x in "${_c[@]}"; do
-                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
-                done
-                ;;
-              --priority)
-                local -a _c=("interactive" "normal" "batch")
-                local _q
-                COMPREPLY=()
-                for _x in "${_c[@]}"; do
-                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
-                done
-                ;;
-              --engine)
-                local -a _c=("llama" "scripted")
-                local _q
-                COMPREPLY=()
-                for _x in "${_c[@]}"; do
-                  [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
-                done
                 ;;
               --temperature)
                 COMPREPLY=()
