@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from edgellm import config, library, runtime
+from edgellm.cli.errors import UsageError
 from edgellm.cli.flags import PlanFlags
+from edgellm.devices import Devices
 from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner import observed
 from edgellm.planner.alternatives import with_alternatives
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan
@@ -21,6 +26,7 @@ def plan(
     *,
     fixed: bool = False,
     explain: bool = False,
+    dry_run: bool = False,
     json: bool = False,
     plan_flags: PlanFlags = PlanFlags(),  # noqa: B008 (frozen)
 ) -> None:
@@ -37,6 +43,8 @@ def plan(
         Take the parameters as given (llama.cpp's defaults otherwise); compute the ledger only.
     explain
         Show the sums behind the numbers too.
+    dry_run
+        Let llama.cpp itself work out the compute buffers, in a process that allocates none.
     json
         Print the plan as JSON (edgellm.plan/1).
     """
@@ -45,7 +53,18 @@ def plan(
     devices = runtime.plan_devices(settings)
     shape = model_shape(library.find_header(model, settings, devices))
     made = make_plan(shape, devices, request)
+    if dry_run:
+        made = prove(made, devices)
     show(with_alternatives(shape, devices, request, made), json, shape if explain else None)
+
+
+def prove(made: Plan, devices: Devices) -> Plan:
+    """``made`` with the compute buffers of a dry run. Raises EngineError, UsageError."""
+    from edgellm.engine.client import dry_run as run
+
+    if any(gpu.hypothetical for gpu in devices.gpus) or not Path(made.model.path).is_file():
+        raise UsageError("--dry-run needs the model on this machine, and this machine's cards")
+    return observed.with_dry_run(made, asyncio.run(run(made)))
 
 
 def show(made: Plan, as_json: bool, shape: ModelShape | None = None) -> None:
