@@ -131,7 +131,7 @@ def describe_build() -> EngineBuild:
         version=installed_version() or "",
         commit=_text(ggml, "ggml_commit"),
         backends=tuple(_backends(ggml)),
-        devices=tuple(_devices(ggml)),
+        devices=tuple(list_devices(ggml)),
         can_offload=bool(_call(llama, "llama_supports_gpu_offload", ctypes.c_bool)),
         system_info=_text(llama, "llama_print_system_info"),
         folder=str(folder),
@@ -176,7 +176,8 @@ def _backends(ggml: ctypes.CDLL) -> Iterator[str]:
         yield _text(ggml, "ggml_backend_reg_name", backend)
 
 
-def _devices(ggml: ctypes.CDLL) -> Iterator[BuildDevice]:
+def list_devices(ggml: ctypes.CDLL) -> Iterator[BuildDevice]:
+    """Every device, as ggml numbers them."""
     for index in range(_call(ggml, "ggml_backend_dev_count", ctypes.c_size_t)):
         device = _call(ggml, "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t(index))
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

@@ -21,12 +21,15 @@ from edgellm.devices import probe
 from edgellm.engine import wire
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
 from edgellm.engine.loading import MAX_TRIES, is_out_of_memory, next_rung
+from edgellm.engine.rpc import lost_worker, unreachable
 from edgellm.errors import EdgeLLMError, EngineDeadError, EngineError, InvalidRequestError
 from edgellm.metrics import EngineStats
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import EmbedRequest, EmbedResult, Request, TokenEvent
 
 OnProgress = Callable[[LoadProgress], None]
+Replan = Callable[[Plan, tuple[str, ...]], Plan]
+"""A plan without the workers named (HOST:PORT); may raise PlanError. Called in a thread."""
 CLOSE_GRACE_S: Final = 3.0
 LOG_TAIL: Final = 12
 """Lines of the child's log that an EngineDeadError carries."""
@@ -184,6 +187,8 @@ def _environment() -> dict[str, str]:
         # Iterations that OpenMP threads spin at a barrier before they sleep. Without a limit, one
         # other busy process makes every barrier of every layer wait for a time slice.
         "GOMP_SPINCOUNT": "10000",
+        # ggml_abort would start a debugger for seconds before a lost worker is known.
+        "GGML_NO_BACKTRACE": "1",
     }
     return {**defaults, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
@@ -191,8 +196,11 @@ def _environment() -> dict[str, str]:
 class Engine:
     """A model in a child process. Made by :meth:`load`, ended by :meth:`close`."""
 
-    def __init__(self, plan: Plan, backend: str, options: EngineOptions) -> None:
+    def __init__(
+        self, plan: Plan, backend: str, options: EngineOptions, replan: Replan | None = None
+    ) -> None:
         self.plan = plan
+        self._replan = replan
         self.options = options
         self.info: EngineInfo
         self.report: LoadReport
@@ -218,13 +226,16 @@ class Engine:
         backend: str = "llama",
         on_progress: OnProgress | None = None,
         options: EngineOptions = EngineOptions(),  # noqa: B008  (frozen)
+        replan: Replan | None = None,
     ) -> Engine:
         """Start a child and load the plan's model in it.
 
+        ``replan`` is asked for another plan when a worker of this one is lost; without it the
+        engine is dead then.
         Out of memory goes down a fixed ladder, each step said through ``on_progress`` and in
         ``report.fallbacks``; ``plan`` is then the plan that was loaded. Raises what went wrong.
         """
-        engine = cls(plan, backend, options)
+        engine = cls(plan, backend, options, replan)
         before = await _driver_numbers(plan)
         said: list[str] = []
         report = on_progress or _ignore
@@ -282,17 +293,15 @@ class Engine:
             return
         self._ready.clear()
         how = await child.ended()
-        tail = "\n".join(list(self.log)[-LOG_TAIL:])
-        error = EngineDeadError(
-            f"the engine's process {how}" + (f"; its last words:\n{tail}" if tail else ""),
-            hint="edgellm doctor",
-        )
+        error = _death(how, list(self.log), await self._lost_worker())
         await child.stop(0.0)
         replays = self._sort_out(error)
         if not self._may_restart():
             self._give_up(error)
             return
         try:
+            await self._drop_lost_workers()
+            self.log.clear()
             await self._start(_ignore)
         except EdgeLLMError as failure:
             self._give_up(EngineDeadError(f"{error.message}\nand again: {failure.message}"))
@@ -300,6 +309,27 @@ class Engine:
         for stream in replays:
             if stream.request.id in self._streams:
                 self._send(wire.Generate(stream.request))
+
+    async def _lost_worker(self) -> str | None:
+        """The worker that took the child with it: the child says so, or llama.cpp was faster."""
+        said = lost_worker(list(self.log))
+        if said is not None or not self.plan.params.rpc:
+            return said
+        gone = await asyncio.to_thread(unreachable, self.plan.params.rpc)
+        return gone[0] if gone else None
+
+    async def _drop_lost_workers(self) -> None:
+        """Another plan where a worker of this one is gone. Raises when nothing fits without it."""
+        workers = self.plan.params.rpc
+        if not workers:
+            return
+        gone = await asyncio.to_thread(unreachable, workers)
+        # A worker that was ended and started again is there, and empty: it can be used as before.
+        if not gone:
+            return
+        if self._replan is None:
+            raise EngineDeadError(f"the worker {gone[0]} is gone", hint="edgellm worker")
+        self.plan = await asyncio.to_thread(self._replan, self.plan, gone)
 
     def _sort_out(self, error: EngineDeadError) -> list[_Stream]:
         """Fail what cannot be replayed; return what can."""
@@ -482,6 +512,20 @@ class Engine:
                 f"the engine's loop did not answer within {timeout:g} s", hint="edgellm doctor"
             ) from None
         return time.monotonic() - began
+
+
+def _death(how: str, log: list[str], worker: str | None) -> EngineDeadError:
+    """The error of a child that ended."""
+    if worker is not None:
+        return EngineDeadError(
+            f"the worker {worker} was lost, and with it what this model was computing",
+            hint="send it again; edgellm worker starts one on that machine",
+        )
+    tail = "\n".join(log[-LOG_TAIL:])
+    return EngineDeadError(
+        f"the engine's process {how}" + (f"; its last words:\n{tail}" if tail else ""),
+        hint="edgellm doctor",
+    )
 
 
 async def _driver_numbers(plan: Plan) -> dict[str, int]:

@@ -29,6 +29,7 @@ from edgellm.engine.info import EngineInfo, EngineOptions, Infill, LoadProgress
 from edgellm.engine.prefix import common_prefix
 from edgellm.engine.quantize import QuantizeJob
 from edgellm.engine.retention import first_budget
+from edgellm.engine.rpc import end_process, register, watch
 from edgellm.engine.sampling import (
     candidates_needed,
     has_penalties,
@@ -159,32 +160,6 @@ def _ggml(name: str, result: Any = None, *arguments: Any) -> Any:
             function.argtypes = [ctypes.c_void_p] * len(arguments)
             return function(*arguments)
     raise EngineError(f"the engine's libraries in {folder} have no {name}", hint="edgellm doctor")
-
-
-def _add_rpc_servers(servers: Sequence[str]) -> dict[str, str]:
-    """Make the devices of ggml-rpc-server processes known (``add_rpc_devices``, common/arg.cpp).
-
-    Returns each device's name by the name of its buffers, which counts within its server.
-    """
-    if not servers:
-        return {}
-    rpc = _ggml("ggml_backend_reg_by_name", ctypes.c_void_p, b"RPC")
-    if not rpc:
-        raise ConfigError("the engine was built without RPC", hint="edgellm setup --help")
-    name = b"ggml_backend_rpc_add_server"
-    address = _ggml("ggml_backend_reg_get_proc_address", ctypes.c_void_p, rpc, name)
-    add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
-    found = {}
-    for server in servers:
-        registry = add(server.encode())
-        if not registry:
-            raise EngineError(f"the RPC server {server} has no devices")
-        _ggml("ggml_backend_register", None, registry)
-        for i in range(_ggml("ggml_backend_reg_dev_count", ctypes.c_size_t, registry)):
-            device = _ggml("ggml_backend_reg_dev_get", ctypes.c_void_p, registry, i)
-            device_name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, device)
-            found[f"RPC{i}[{server}]"] = device_name.decode()
-    return found
 
 
 def _device_list(names: Sequence[str], *, must_exist: bool) -> Any:
@@ -364,7 +339,10 @@ class LlamaBackend:
         self._options = options
         self._on_progress = on_progress
         lib.llama_backend_init()
-        self._aliases = _add_rpc_servers(options.rpc_servers)
+        workers = plan.params.rpc or options.rpc_servers
+        self._aliases = register(workers)
+        if workers:
+            watch(workers, end_process)
         self._model = self._load_model(plan)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
@@ -1093,7 +1071,7 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     log = _Log()
     keep: list[Any] = []
     lib.llama_backend_init()
-    aliases = _add_rpc_servers(options.rpc_servers)
+    aliases = register(plan.params.rpc or options.rpc_servers)
     params = _model_params(plan, keep)
     params.no_alloc = True
     params.load_mode = lib.LLAMA_LOAD_MODE_NONE

@@ -57,6 +57,9 @@ class PlanParams(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     """The devices to use, by llama.cpp's names; empty: every one of the plan. A card that is left
     out must not be initialised either: it would cost its context."""
+    rpc: tuple[str, ...] = ()
+    """HOST:PORT of the workers in use. The engine registers each, in order, before it loads; their
+    devices are then RPC0, RPC1, ... and listed before this machine's."""
     tensor_split: tuple[float, ...] = ()
     """Layers' share a used device, in the devices' order; empty for one device."""
     main_gpu: int = 0
