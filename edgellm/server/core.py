@@ -71,7 +71,7 @@ class View:
         self.engine = engine
         self.info = info
         self.created = created
-        build = info.build.split()[0] if info.build else __version__
+        build = "-".join(info.build.split()[:2]) or __version__
         self.fingerprint = build if build.startswith("b") else f"b-{build}"
         self.chat = ChatModel(
             arch=info.arch,

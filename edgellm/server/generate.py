@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
 from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
@@ -31,7 +33,16 @@ async def events(
             observer.event(event)
             if event.is_last:
                 _log(call, event)
-            yield event
+            yield _without_end(event, view) if event.logprobs else event
+
+
+def _without_end(event: TokenEvent, view: View) -> TokenEvent:
+    """``event`` without the log-probability of the token that only ends the answer: the entries
+    then spell the text."""
+    entries = event.logprobs or ()
+    if event.finish_reason is not None and entries and entries[-1].token_id in view.info.eog_ids:
+        return msgspec.structs.replace(event, logprobs=entries[:-1])
+    return event
 
 
 def _log(call: Call, event: TokenEvent) -> None:

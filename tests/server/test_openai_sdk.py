@@ -348,3 +348,36 @@ def test_a_stop_string_is_never_shown(real: OpenAI) -> None:
     )
     assert answer.choices[0].finish_reason == "stop"
     assert "Paris" not in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.model
+def test_a_prompt_is_scored_without_generating(real: OpenAI) -> None:
+    prompt = "The capital of France is Paris"
+    answer = real.completions.create(
+        model="starter", prompt=prompt, max_tokens=0, echo=True, logprobs=1
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert answer.choices[0].text == prompt == "".join(logprobs.tokens or [])
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    assert [prompt[at] for at in logprobs.text_offset or []] == [
+        t[0] for t in logprobs.tokens or []
+    ]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.model
+def test_the_token_that_ends_an_answer_has_no_logprobs_entry(real: OpenAI) -> None:
+    answer = real.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=40,
+        logprobs=True,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert "".join(e.token for e in choice.logprobs.content or []) == choice.message.content

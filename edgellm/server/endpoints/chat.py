@@ -82,6 +82,7 @@ class Choice:
         "parser",
         "reasoning",
         "stop",
+        "warnings",
     )
 
     def __init__(self, index: int, parser: OutputParser) -> None:
@@ -94,10 +95,14 @@ class Choice:
         self.n_reasoning = 0
         self.finish: FinishReason | None = None
         self.stop: str | None = None
+        self.warnings: list[str] = []
+        """What the engine had to say (a request it relaxed)."""
 
     def take(self, event: TokenEvent) -> Sequence[Any]:
         """The deltas of one event; the parser's rest with the last."""
         deltas: list[Any] = list(self.parser.feed(event.text)) if event.text else []
+        if event.warning is not None:
+            self.warnings.append(event.warning)
         if event.finish_reason is not None:
             deltas += self.parser.finish()
             self.finish = event.finish_reason
@@ -439,7 +444,8 @@ def warnings_of(job: Job, choices: Sequence[Choice]) -> list[str]:
     """What the client should know: relaxed schemas, a budget that ended inside thinking."""
     found = list(job.prepared.warnings)
     for choice in choices:
-        found += [w for w in choice.parser.warnings if w not in found]
+        said = [*choice.warnings, *choice.parser.warnings]
+        found += [w for w in said if w not in found]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -73,7 +74,7 @@ class Choice:
         """Add an event; the text it shows (the echoed prompt with the first)."""
         text, self.echo = self.echo, ""
         if event.prompt_logprobs:
-            self._add_all(event.prompt_logprobs)
+            self._add_prompt(event.prompt_logprobs, text)
         if not only_prompt:
             text += event.text
             self._add_all(event.logprobs or ())
@@ -82,12 +83,19 @@ class Choice:
         self.parts.append(text)
         return text
 
+    def _add_prompt(self, entries: Sequence[TokenLogprob | None], text: str) -> None:
+        """The prompt's tokens; of the first, which has no probability, the text is what is left."""
+        rest = sum(len(generate.token_text(e.token_bytes)) for e in entries if e is not None)
+        self._add(None, text[: max(len(text) - rest, 0)])
+        self._add_all(entries[1:])
+
     def _add_all(self, entries: Any) -> None:
         for entry in entries:
             self._add(entry)
 
-    def _add(self, entry: TokenLogprob | None) -> None:
-        text = "" if entry is None else generate.token_text(entry.token_bytes)
+    def _add(self, entry: TokenLogprob | None, text: str = "") -> None:
+        if entry is not None:
+            text = generate.token_text(entry.token_bytes)
         self.tokens.append(text)
         self.token_logprobs.append(None if entry is None else entry.logprob)
         top = None

@@ -456,7 +456,8 @@ class Output:
             "user": body.user,
             "metadata": body.metadata or {},
         }
-        warnings = [*job.prepared.warnings, *self.choice.parser.warnings]
+        choice = self.choice
+        warnings = [*job.prepared.warnings, *choice.warnings, *choice.parser.warnings]
         if warnings:
             built["warnings"] = warnings
         return built
