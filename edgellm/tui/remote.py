@@ -59,6 +59,7 @@ class RemoteEndpoint:
         body = {
             "model": self.name, "messages": list(messages), "stream": True,
             "stream_options": {"include_usage": True}, "priority": "interactive",
+            "timings": self.plan is not None,  # an extension: only where the server is ours
             **{k: v for k, v in chosen.items() if v != getattr(default, k)},
         }  # fmt: skip
         last = Delta()
@@ -172,9 +173,11 @@ def _timings(data: Json | None) -> RequestTimings | None:
     """llama-server's and our own ``timings`` object."""
     if not data:
         return None
-    ttft = data.get("ttft_s", data["prompt_ms"] / 1000 if "prompt_ms" in data else None)
+    # TTFT runs from arrival: the queue and the prompt.
+    waited = data.get("queue_ms", 0.0)
+    ttft = (data["prompt_ms"] + waited) / 1000 if "prompt_ms" in data else None
     return RequestTimings(
         ttft_s=ttft,
-        decode_tps=data.get("decode_tps", data.get("predicted_per_second")),
-        prefill_tps=data.get("prefill_tps", data.get("prompt_per_second")),
+        decode_tps=data.get("predicted_per_second"),
+        prefill_tps=data.get("prompt_per_second"),
     )
