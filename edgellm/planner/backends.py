@@ -21,13 +21,16 @@ def gpu_backend(gpu: Gpu) -> Backend:
     )
 
 
-_HEADS = frozenset({40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576})
+_OTHER_V: Final = {192: 128, 320: 256, 576: 512}
+"""Heads whose K and V differ; every other kernel needs them equal."""
+_HEADS: Final = frozenset({40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576})
 
 
 def _cuda_supports(node: Node) -> bool:
     """ggml_backend_cuda_device_supports_op, where it matters."""
     if node.op == "FLASH_ATTN_EXT":
-        return node.src[1].ne[0] in _HEADS
+        k, v = node.src[1].ne[0], node.src[2].ne[0]
+        return k in _HEADS and v == _OTHER_V.get(k, k)
     if node.op == "GET_ROWS":
         return not node.src[0].is_weight or node.src[0].size >= 2 * node.src[0].ne[0]
     return True

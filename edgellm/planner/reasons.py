@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from edgellm.devices import Devices, Gpu
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
+from edgellm.planner.compute import ROUGH
 from edgellm.planner.estimate import Ledger
 from edgellm.planner.params import DEFAULT_CTX
 from edgellm.planner.plan import ModelFacts, Plan, PlanRequest, Reason, Speed
@@ -68,6 +69,10 @@ def finish(
 
 def _warnings(shape: ModelShape, ledger: Ledger) -> list[str]:
     params, found = ledger.params, []
+    if shape.arch in ROUGH:
+        found.append(
+            f"the compute buffers of {shape.arch} are estimated roughly: --dry-run is exact"
+        )
     if params.n_ctx_seq > shape.n_ctx_train > 0:
         found.append(
             f"a context of {params.n_ctx_seq} is past the {shape.n_ctx_train} of its training"
