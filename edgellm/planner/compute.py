@@ -31,6 +31,8 @@ ROUGH: Final = {
     "plamo2": (2.0, 0.0),
     "rwkv6": (1.0, 14.4),
     "rwkv7": (1.0, 18.4),
+    "minicpm3": (0.0, 0.0),
+    "kimi-linear": (0.0, 0.0),
 }
 """Graphs not followed step by step: (hidden states more, hidden states at least), as measured."""
 

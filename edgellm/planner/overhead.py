@@ -18,7 +18,7 @@ _CUDA_BY_GENERATION: Final = (
     ((7, 0), 200),  # Turing, Volta
     ((0, 0), 180),
 )
-_BY_BACKEND: Final = {"cuda": 300, "rocm": 250, "vulkan": 150, "metal": 8, "rpc": 8}
+_BY_BACKEND: Final = {"cuda": 300, "rocm": 250, "vulkan": 250, "metal": 8, "rpc": 8}
 MOE_EXTRA: Final = 100 * MiB
 """Expert kernels and, without flash attention, batched matrix products: more cuBLAS workspace."""
 
