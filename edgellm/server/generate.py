@@ -30,6 +30,11 @@ async def events(
         async for event in generated:
             if event.error is not None:
                 raise problem_of_info(event.error)
+            if event.finish_reason is FinishReason.CANCELLED:
+                # Somebody else ended it: what the client has must not look complete.
+                raise Problem(
+                    503, "the request was cancelled", type="server_error", code="cancelled"
+                )
             observer.event(event)
             if event.is_last:
                 _log(call, event)

@@ -138,6 +138,29 @@ def test_an_error_before_the_first_token_is_a_status_and_after_it_the_last_event
         assert after.status_code == 200
 
 
+def test_a_request_that_an_operator_cancels_ends_with_an_error(
+    serving: Callable[..., Running],
+) -> None:
+    running = serving(engine=SLOW)
+    body = {**LONG, "stream": True}
+    with (
+        running.client() as client,
+        running.client() as operator,
+        client.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
+        chunks = answer.iter_text()
+        text = next(chunks)
+        stats = operator.get("/v1/edgellm/stats").json()
+        (request,) = stats["engines"]["starter"]["requests"]
+        done = operator.post("/v1/edgellm/cancel", json={"request_id": request["id"]})
+        text += "".join(chunks)
+        missing = operator.post("/v1/edgellm/cancel", json={"request_id": "nothing"})
+    assert done.json() == {"cancelled": request["id"]}
+    assert '"code":"cancelled"' in text
+    assert "[DONE]" not in text
+    assert missing.status_code == 404
+
+
 def test_health_is_503_when_the_engines_loop_hangs(
     serving: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
