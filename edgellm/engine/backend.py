@@ -36,6 +36,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens one sequence may hold."""
     n_batch: int
     n_ubatch: int
+    n_prefill: int = 0
+    """Prefill tokens worth one step: an ubatch for each device; 0: n_ubatch."""
     n_running: int
     """Sequences that may run at once."""
     n_outputs_max: int

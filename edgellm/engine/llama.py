@@ -41,6 +41,7 @@ from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanParams
 from edgellm.request import Pooling, SamplingParams, TokenLogprob, TopLogprob
 from edgellm.units import MiB
 
+ATTACHED_TOP_K: Final = 64
 MAX_SEQ: Final = 256  # LLAMA_MAX_SEQ, src/llama-cparams.h
 FORBIDDEN: Final = -float("inf")
 TYPES: Final = {
@@ -387,7 +388,13 @@ class LlamaBackend:
         return model
 
     def _attached_top_k(self) -> int:
-        return 0 if self._plan.params.embeddings else self._options.attach_top_k
+        p, wanted = self._plan.params, self._options.attach_top_k
+        if p.embeddings or p.split_mode == "tensor":  # llama_context::set_sampler refuses it
+            return 0
+        if wanted is not None:
+            return wanted
+        # Where sequences have cells of their own, plain ones beside them would cost memory.
+        return ATTACHED_TOP_K if self._is_on_gpu() and self._sharing() == "cells" else 0
 
     def _is_on_gpu(self) -> bool:
         return self._plan.params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
@@ -422,6 +429,7 @@ class LlamaBackend:
             n_ctx_seq=p.n_ctx_seq,
             n_batch=p.n_batch,
             n_ubatch=p.n_ubatch,
+            n_prefill=min(p.n_batch, p.n_ubatch * max(1, len(p.tensor_split))),
             n_running=n,
             n_outputs_max=self._n_outputs(n),
             slot_ids=slots,

@@ -7,24 +7,24 @@ from typing import Final
 
 from edgellm.request import SamplingParams
 
+SPARE: Final = 16
+"""Candidates kept for what may be forbidden beside them: end tokens, stop tokens."""
+
 
 def needs_all_logits(params: SamplingParams, top_k: int) -> bool:
-    """Whether ``top_k`` candidates are too few to serve these parameters.
+    """Whether the ``top_k`` highest logits are too few to serve these parameters exactly.
 
-    Log-probabilities need the sum over the vocabulary; a grammar and a positive bias may want a
-    token that is not among the candidates; so may a hot, wide distribution without min_p.
+    Log-probabilities need the sum over the vocabulary; a grammar may want a token that is not
+    among the candidates, and what lifts or sinks many tokens looks further down.
     """
     if top_k <= 0:
         return False
     if params.logprobs is not None or params.prompt_logprobs or params.best_of is not None:
         return True
-    if params.grammar is not None or any(bias > 0 for bias in params.logit_bias.values()):
+    if params.grammar is not None:
         return True
-    if params.temperature == 0.0:
-        return len(params.logit_bias) >= top_k
-    if params.top_k > top_k:
-        return True
-    return params.top_k == 0 and (params.min_p < 0.02 or params.temperature > 1.5)
+    needed = candidates_needed(params)
+    return needed == 0 or needed + len(params.stop_token_ids) + SPARE > top_k
 
 
 MAX_FILTERED: Final = 1024

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
+from edgellm.engine.costs import Costs
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
 from edgellm.engine.retention import Retention
@@ -26,6 +27,8 @@ from edgellm.request import Overflow, Priority
 
 MIN_CHUNK: Final = 16
 """Smaller prefill chunks cost a step nearly as much and take longer overall."""
+CROWD: Final = 4.0
+"""How much longer a step may be for each further prompt that waits, over the streams it delays."""
 
 
 class Remove(NamedTuple):
@@ -81,26 +84,6 @@ class Step(NamedTuple):
     n_prefill: int
     finished: list[Sequence]
     """Sequences that cannot go on: no cells are left even when they run alone."""
-
-
-class Costs:
-    """What steps cost, as moving averages: the measure for chunk sizes. Seconds."""
-
-    def __init__(self) -> None:
-        self.decode_s = 0.0
-        self.prefill_token_s = 0.0
-
-    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
-        """A step took ``seconds`` with so many decodes and prefill tokens."""
-        if n_prefill == 0 and n_decode:
-            self.decode_s = _blend(self.decode_s, seconds)
-        elif n_prefill >= MIN_CHUNK:
-            rest = max(seconds - (self.decode_s if n_decode else 0.0), seconds * 0.1)
-            self.prefill_token_s = _blend(self.prefill_token_s, rest / n_prefill)
-
-
-def _blend(old: float, new: float, weight: float = 0.2) -> float:
-    return new if old == 0.0 else old + weight * (min(new, old * 4) - old)
 
 
 class Scheduler:
@@ -265,18 +248,23 @@ class Scheduler:
         return n
 
     def _chunk(self, prefilling: list[Sequence], work: list[Work]) -> int:
-        """Prefill tokens that this step may carry beside the decodes it already holds."""
-        costs = self.costs
-        if not work or not costs.prefill_token_s or not costs.decode_s:
-            return self._budget if not work else max(MIN_CHUNK, self.limits.n_ubatch // 4)
+        """Prefill tokens that this step may carry beside the decodes it already holds.
+
+        Never more than the backend computes in one go: a longer step is no quicker, and whoever
+        arrives in it waits for its end.
+        """
+        costs, most = self.costs, self.limits.n_prefill or self.limits.n_ubatch
         urgent = prefilling[0].request.priority
-        if all(w.seq.request.priority > urgent for w in work):
-            return self._budget
-        crowd = max(1.0, len(prefilling) / len(work))
-        extra = (self.options.itl_factor - 1) * costs.decode_s * crowd
+        if not work or all(w.seq.request.priority > urgent for w in work):
+            return most
+        calm = costs.decode_s(len(work))
+        if not calm or not costs.token_s:
+            return max(MIN_CHUNK, most // 8)
+        crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(work))
+        extra = (self.options.itl_factor - 1) * calm * crowd
         if self.options.itl_target_s is not None:
-            extra = max(extra, self.options.itl_target_s - costs.decode_s)
-        return max(MIN_CHUNK, int(extra / costs.prefill_token_s))
+            extra = max(extra, self.options.itl_target_s - calm)
+        return min(most, max(MIN_CHUNK, int((extra - costs.fixed_s) / costs.token_s)))
 
     # -- admission ---------------------------------------------------------------------------
 

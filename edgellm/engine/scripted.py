@@ -374,7 +374,7 @@ def _limits(plan: Plan, options: EngineOptions) -> Limits:
     params = plan.params
     sharing = options.script.share
     n = params.n_seq_max
-    attached = options.attach_top_k
+    attached = options.attach_top_k or 0
     plain = tuple(range(n, n + options.n_plain)) if attached else ()
     first = n + len(plain)
     retained = tuple(range(first, 256)) if sharing == "cells" else ()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgellm.engine.costs import Costs
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.scheduler import Copy, Scheduler, Step
 from edgellm.engine.sequence import Sequence, State
@@ -37,6 +38,13 @@ def running(scheduler: Scheduler, *prompts: list[int], now: float = 0.0) -> list
     raise AssertionError("never ready")
 
 
+def learn(scheduler: Scheduler) -> None:
+    """A decode takes 10 ms, a prefill token 1 ms."""
+    scheduler.costs = Costs()
+    scheduler.costs.observe(1, 0, 0.010)
+    scheduler.costs.observe(1, 20, 0.030)
+
+
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     seq = sequence(list(range(150)))
@@ -52,19 +60,33 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
 def test_decodes_go_first_and_prompts_get_what_is_left() -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     (a,) = running(scheduler, [1, 2, 3])
-    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    learn(scheduler)
     b = sequence(list(range(100, 200)))
     scheduler.add([b])
     step = scheduler.schedule(0.0)
     assert (step.work[0].seq, step.work[0].n) == (a, 1)
-    # A step may last 2.5 decodes: 15 ms more at 1 ms a token, but no less than the smallest chunk.
+    # A step may last 2.2 decodes: 12 ms more at 1 ms a token, but no less than the smallest chunk.
     assert step.work[1].n == 16
+
+
+def test_many_waiting_prompts_weigh_more_than_one_running_stream() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    running(scheduler, [1, 2, 3])
+    learn(scheduler)
+    scheduler.add([sequence(list(range(k, k + 20))) for k in (100, 200, 300)])
+    assert scheduler.schedule(0.0).n_prefill == 60
+
+
+def test_a_step_carries_no_more_prefill_than_is_computed_in_one_go() -> None:
+    scheduler = Scheduler(limits(n_batch=64, n_ubatch=32), EngineOptions())
+    scheduler.add([sequence(list(range(100)))])
+    assert scheduler.schedule(0.0).n_prefill == 32
 
 
 def test_the_chunk_grows_with_the_target() -> None:
     scheduler = Scheduler(limits(), EngineOptions(itl_target_s=0.05))
     running(scheduler, [1, 2, 3])
-    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    learn(scheduler)
     scheduler.add([sequence(list(range(100, 200)))])
     assert scheduler.schedule(0.0).work[1].n == 40
 
@@ -73,7 +95,7 @@ def test_an_interactive_prompt_beside_batch_streams_is_not_throttled() -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     scheduler.add([sequence([1, 2, 3], priority=Priority.BATCH)])
     play(scheduler, scheduler.schedule(0.0))
-    scheduler.costs.decode_s, scheduler.costs.prefill_token_s = 0.010, 0.001
+    learn(scheduler)
     scheduler.add([sequence(list(range(100, 160)), priority=Priority.INTERACTIVE)])
     assert scheduler.schedule(0.0).work[1].n == 60
 

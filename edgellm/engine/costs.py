@@ -1,0 +1,70 @@
+"""What steps cost on this machine, learned from the steps themselves: the measure for chunks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FADE: Final = 0.95
+"""Weight of a prefill step against the one after it."""
+OUTLIER: Final = 4.0
+"""A step that took more than this times what was known counts as this much: graphs are built anew
+now and then, and the first step of a shape is no measure for the next."""
+SPREAD: Final = 0.05
+"""Chunk sizes must vary by so much (variance over squared mean) to tell a fixed part apart."""
+
+
+class Costs:
+    """Decode steps by how many sequences they carry; prefill as a fixed part and one a token.
+
+    Seconds. On an H200 a step of an 8B model takes 14 ms with 32 streams; 64 prefill tokens beside
+    them cost 10 ms more, 256 cost 28 ms, 8 alone nearly 2 ms.
+    """
+
+    def __init__(self) -> None:
+        self._decode: dict[int, float] = {}
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
+        """A step took ``seconds`` with so many decodes and prefill tokens."""
+        if n_prefill:
+            calm = self.decode_s(n_decode) if n_decode else 0.0
+            self._observe_prefill(n_prefill, max(seconds - calm, seconds * 0.1))
+        elif n_decode:
+            bucket = n_decode.bit_length()
+            old = self._decode.get(bucket, seconds)
+            self._decode[bucket] = old + 0.2 * (min(seconds, old * OUTLIER) - old)
+
+    def _observe_prefill(self, n: int, extra: float) -> None:
+        if self._w >= 1.0:
+            extra = min(extra, OUTLIER * (self.fixed_s + n * self.token_s))
+        self._w = self._w * FADE + 1.0
+        self._x = self._x * FADE + n
+        self._y = self._y * FADE + extra
+        self._xx = self._xx * FADE + n * n
+        self._xy = self._xy * FADE + n * extra
+
+    def decode_s(self, n: int) -> float:
+        """A step of ``n`` decodes alone; 0 when none was seen yet."""
+        if not self._decode:
+            return 0.0
+        bucket = n.bit_length()
+        return self._decode[min(self._decode, key=lambda known: abs(known - bucket))]
+
+    @property
+    def token_s(self) -> float:
+        """One more prefill token in a step; 0 when none was seen yet."""
+        if not self._x:
+            return 0.0
+        mean = self._y / self._x
+        spread = self._w * self._xx - self._x * self._x
+        if spread <= SPREAD * self._x * self._x:
+            return mean
+        slope = (self._w * self._xy - self._x * self._y) / spread
+        return min(max(slope, 0.2 * mean), mean)
+
+    @property
+    def fixed_s(self) -> float:
+        """What the first prefill token of a step costs beyond :attr:`token_s`."""
+        if not self._w:
+            return 0.0
+        return max(0.0, (self._y - self.token_s * self._x) / self._w)
