@@ -32,7 +32,7 @@ $(VENV)/.tools: pyproject.toml $(VENV)/.python
 
 demo: $(VENV)/.installed
 	$(BIN)/edgellm plan starter
-	$(BIN)/edgellm chat starter --stats --temperature 0 -p 'What is the capital of France?'
+	$(BIN)/edgellm chat starter --stats --temperature 0 -p 'Name the capital of France and one thing it is known for.'
 
 test: $(VENV)/.installed
 	$(BIN)/pytest $(PYTEST_ARGS)
