@@ -33,6 +33,9 @@ Replan = Callable[[Plan, tuple[str, ...]], Plan]
 CLOSE_GRACE_S: Final = 3.0
 LOG_TAIL: Final = 12
 """Lines of the child's log that an EngineDeadError carries."""
+HANG_S: Final = 120.0
+HANG_STEPS: Final = 20
+"""A step may last this many times what the plan predicts before it counts as hung."""
 MAX_REPLAYS: Final = 1
 """A request that was running when two children died is not given to a third."""
 
@@ -215,6 +218,8 @@ class Engine:
         self._ready = asyncio.Event()
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._hung = ""
 
     # -- life --------------------------------------------------------------------------------
 
@@ -285,6 +290,34 @@ class Engine:
         self._dead = None
         self._ready.set()
         self._keeper = asyncio.create_task(self._keep(child))
+        limit = _hang_timeout(self.plan, self.options)
+        if limit > 0:
+            self._watcher = asyncio.create_task(self._watch(child, limit))
+
+    async def _watch(self, child: Child, limit: float) -> None:
+        """End the child when its loop has work and does not answer within ``limit`` seconds.
+
+        A decode that hangs in native code cannot be interrupted in any other way.
+        """
+        while True:
+            await asyncio.sleep(limit / 4)
+            if not self._streams and not self._calls:
+                continue
+            # Twice: a machine that slept through the first one gets another chance.
+            if await self._answers(limit / 2) or await self._answers(limit / 2):
+                continue
+            self._hung = f"did not answer for {limit:g} s and "
+            child.kill()
+            return
+
+    async def _answers(self, timeout: float) -> bool:
+        try:
+            await self.ping(timeout)
+        except EngineDeadError:
+            return True  # it is the keeper's
+        except EngineError:
+            return False
+        return True
 
     async def _keep(self, child: Child) -> None:
         """Wait for the child's death and deal with it."""
@@ -292,7 +325,8 @@ class Engine:
         if self._closing:
             return
         self._ready.clear()
-        how = await child.ended()
+        await _cancelled(self._watcher)
+        how, self._hung = self._hung + await child.ended(), ""
         error = _death(how, list(self.log), await self._lost_worker())
         await child.stop(0.0)
         replays = self._sort_out(error)
@@ -384,9 +418,8 @@ class Engine:
         error = EngineDeadError("the engine was closed")
         if self._child is not None:
             await self._child.stop()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        await _cancelled(self._keeper)
+        await _cancelled(self._watcher)
         self._sort_out(error)
         self._give_up(error)
 
@@ -526,6 +559,19 @@ def _death(how: str, log: list[str], worker: str | None) -> EngineDeadError:
         f"the engine's process {how}" + (f"; its last words:\n{tail}" if tail else ""),
         hint="edgellm doctor",
     )
+
+
+def _hang_timeout(plan: Plan, options: EngineOptions) -> float:
+    if options.hang_timeout_s is not None:
+        return options.hang_timeout_s
+    slowest = plan.params.n_batch / max(plan.speed.prefill_tps, 1.0)
+    return max(HANG_S, HANG_STEPS * slowest)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _driver_numbers(plan: Plan) -> dict[str, int]:

@@ -89,6 +89,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     """Deaths within ``restart_window_s`` that are mended."""
     restart_window_s: float = 300.0
+    hang_timeout_s: float | None = None
+    """A loop with work that answers nothing for so long hangs: its process is ended and started
+    again. None: 120 s, more where the plan predicts slow steps; 0: never."""
     load_timeout_s: float | None = None
     rpc_servers: tuple[str, ...] = ()
     """host:port of ggml-rpc-server processes; their devices are RPC0, RPC1, ... in this order."""

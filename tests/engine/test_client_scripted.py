@@ -172,6 +172,32 @@ async def test_a_loop_that_hangs_fails_the_ping_and_not_the_parent() -> None:
     await engine.close()
 
 
+async def test_a_hung_child_is_ended_and_the_next_request_is_served() -> None:
+    faults = (Fault(kind="hang", on_word="!"),)
+    options = EngineOptions(script=Script(faults=faults), hang_timeout_s=0.6)
+    engine = await Engine.load(plan(), backend="scripted", options=options)
+    first = engine.pid
+    # It had sent nothing, so it was replayed once, and hung again.
+    with pytest.raises(
+        EngineDeadError, match=r"did not answer for 0\.6 s and was ended by SIGKILL"
+    ):
+        await collect(engine, request("stuck!"))
+    events = await collect(engine, request("next", max_tokens=3))
+    assert events[-1].finish_reason is FinishReason.LENGTH
+    assert engine.pid != first
+    await engine.close()
+
+
+async def test_a_loop_without_work_or_with_quick_steps_is_left_alone() -> None:
+    options = EngineOptions(script=Script(step_s=0.05, answer_tokens=0), hang_timeout_s=0.8)
+    engine = await Engine.load(plan(), backend="scripted", options=options)
+    first = engine.pid
+    await collect(engine, request("steady", max_tokens=40))
+    await asyncio.sleep(0.5)
+    assert engine.pid == first
+    await engine.close()
+
+
 async def test_a_closed_engine_ends_its_streams_and_its_child() -> None:
     options = EngineOptions(script=Script(step_s=0.01, answer_tokens=0))
     engine = await Engine.load(plan(), backend="scripted", options=options)
