@@ -87,7 +87,8 @@ def engine_options(settings: Settings) -> EngineOptions:
         for name in settings.engine.__struct_fields__
         if name != "backend" and (value := getattr(settings.engine, name)) is not None
     }
-    return EngineOptions(max_waiting=settings.serve.max_waiting, **chosen)
+    waiting = settings.serve.max_waiting
+    return EngineOptions(max_waiting=waiting, min_ctx=settings.plan.min_ctx, **chosen)
 
 
 def local_path(model: str, settings: Settings) -> Path:

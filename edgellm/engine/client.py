@@ -20,7 +20,7 @@ import edgellm
 from edgellm.devices import probe
 from edgellm.engine import wire
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
-from edgellm.engine.loading import MAX_TRIES, is_out_of_memory, next_rung
+from edgellm.engine.loading import Ladder
 from edgellm.engine.rpc import lost_worker, unreachable
 from edgellm.errors import EdgeLLMError, EngineDeadError, EngineError, InvalidRequestError
 from edgellm.metrics import EngineStats
@@ -242,23 +242,22 @@ class Engine:
         """
         engine = cls(plan, backend, options, replan)
         before = await _driver_numbers(plan)
-        said: list[str] = []
+        ladder = Ladder(plan, options.min_ctx)
         report = on_progress or _ignore
         while True:
             try:
                 await engine._start(report)
                 break
             except EdgeLLMError as error:
-                rung = next_rung(engine.plan) if is_out_of_memory(error) else None
-                if rung is None or len(said) + 1 >= MAX_TRIES:
+                words = ladder.step_down(error)
+                if words is None:
                     raise
-                engine.plan, words = rung
-                said.append(words)
+                engine.plan = ladder.plan
                 report(LoadProgress(stage="fallback", fraction=0.0, message=words))
         after = await _driver_numbers(plan)
         engine.report = msgspec.structs.replace(
             engine.report,
-            fallbacks=tuple(said),
+            fallbacks=tuple(ladder.said),
             measured=tuple(
                 msgspec.structs.replace(m, used_before=before.get(m.id), used_after=after.get(m.id))
                 for m in engine.report.measured

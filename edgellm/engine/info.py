@@ -93,6 +93,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A loop with work that answers nothing for so long hangs: its process is ended and started
     again. None: 120 s, more where the plan predicts slow steps; 0: never."""
     load_timeout_s: float | None = None
+    min_ctx: int | None = None
+    """The smallest context that loading may fall back to without memory; None: the plan's."""
     rpc_servers: tuple[str, ...] = ()
     """host:port of ggml-rpc-server processes; their devices are RPC0, RPC1, ... in this order."""
     log_lines: int = 200

@@ -1058,11 +1058,13 @@ def _load_error(plan: Plan, lines: Sequence[str], what: str) -> Exception:
     tail = [line for line in lines if "error" in line.lower() or "fail" in line.lower()][-3:]
     said = "; ".join(tail) or "llama.cpp gave no reason"
     if any(sign in line for sign in _NO_MEMORY for line in lines):
-        device = plan.devices[0].id if plan.devices else "host"
-        need = plan.devices[0].used if plan.devices else plan.host.used
-        free = plan.devices[0].free if plan.devices else plan.host.available
+        named = (d for d in plan.devices if any(d.id in line for line in tail))
+        card = next(named, plan.devices[0] if plan.devices else None)
         return DoesNotFitError(
-            f"no memory for {what}: {said}", device=device, required=need, available=free
+            f"no memory for {what}: {said}",
+            device=card.id if card else "host",
+            required=card.used if card else plan.host.used,
+            available=card.free if card else plan.host.available,
         )
     if what == "the model":
         return GGUFError(plan.model.path, f"llama.cpp cannot load it: {said}")

@@ -7,16 +7,17 @@ from typing import Any, Final
 
 import msgspec
 
-from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError
-from edgellm.planner.plan import Plan, PlanParams
+from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
+from edgellm.planner.plan import Plan
 
-MAX_TRIES: Final = 3
+MAX_STEPS: Final = 3
+"""Smaller plans that are tried; the error after them is the caller's."""
 MIN_UBATCH: Final = 64
-MIN_CTX: Final = 2048
 _SIGNS: Final = (
     "out of memory",
     "cudamalloc failed",
     "failed to allocate",
+    "unable to allocate",
     "erroroutofdevicememory",
 )
 
@@ -35,49 +36,92 @@ def is_out_of_memory(error: EdgeLLMError) -> bool:
 Rung = tuple[dict[str, Any], str]
 
 
-def _smaller_ubatch(p: PlanParams) -> Rung | None:
-    if p.n_ubatch <= MIN_UBATCH:
+def _smaller_ubatch(plan: Plan) -> Rung | None:
+    n_ubatch = plan.params.n_ubatch
+    if n_ubatch <= MIN_UBATCH:
         return None
-    n = max(MIN_UBATCH, p.n_ubatch // 4)
-    return {"n_ubatch": n}, f"out of memory: n_ubatch {p.n_ubatch} -> {n}"
+    n = max(MIN_UBATCH, n_ubatch // 4)
+    return {"n_ubatch": n}, f"n_ubatch {n_ubatch} -> {n}"
 
 
-def _q8_cache(p: PlanParams) -> Rung | None:
+def _q8_cache(plan: Plan) -> Rung | None:
+    p = plan.params
     if p.type_k not in ("f16", "f32", "bf16") or p.flash_attn == "off":
         return None
     change = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": "on"}
-    return change, f"out of memory: KV cache {p.type_k} -> q8_0"
+    return change, f"KV cache {p.type_k} -> q8_0"
 
 
-def _fewer_layers(p: PlanParams) -> Rung | None:
+def _more_on_the_host(plan: Plan) -> Rung | None:
+    """A quarter of the layers' experts, or a quarter of the layers."""
+    p, n_layer = plan.params, plan.model.n_layer
     if p.n_gpu_layers == 0:
         return None
-    n = 0 if p.n_gpu_layers < 0 else p.n_gpu_layers * 3 // 4
-    return {"n_gpu_layers": n}, f"out of memory: GPU layers {p.n_gpu_layers} -> {n}"
+    if plan.model.n_expert and p.n_cpu_moe < n_layer:
+        n = min(n_layer, p.n_cpu_moe + max(1, n_layer // 4))
+        return {"n_cpu_moe": n, "use_mmap": False}, f"n_cpu_moe {p.n_cpu_moe} -> {n}"
+    n_now = n_layer + 1 if p.n_gpu_layers < 0 else p.n_gpu_layers
+    n = n_now * 3 // 4
+    return {"n_gpu_layers": n}, f"n_gpu_layers {p.n_gpu_layers} -> {n}"
 
 
-def _smaller_context(p: PlanParams) -> Rung | None:
-    if p.n_ctx <= MIN_CTX:
+def _smaller_context(plan: Plan, min_ctx: int) -> Rung | None:
+    p = plan.params
+    n = max(min_ctx, p.n_ctx // 2 // 256 * 256)
+    if n >= p.n_ctx:
         return None
-    n = max(MIN_CTX, p.n_ctx // 2 // 256 * 256)
-    change = {"n_ctx": n, "n_ctx_seq": min(p.n_ctx_seq, n)}
-    return change, f"out of memory: context {p.n_ctx} -> {n}"
+    return {"n_ctx": n, "n_ctx_seq": min(p.n_ctx_seq, n)}, f"n_ctx {p.n_ctx} -> {n}"
 
 
-_LADDER: Final[tuple[Callable[[PlanParams], Rung | None], ...]] = (
-    _smaller_ubatch,
-    _q8_cache,
-    _fewer_layers,
-    _smaller_context,
-)
+class Ladder:
+    """The plan to load now, and the smaller ones after it. Each rung is taken once.
+
+    ``min_ctx``: the smallest context it may come to; None leaves the context alone.
+    """
+
+    def __init__(self, plan: Plan, min_ctx: int | None) -> None:
+        self.plan = plan
+        self.said: list[str] = []
+        self._before: Plan | None = None
+        self._rungs: list[Callable[[Plan], Rung | None]] = [
+            _smaller_ubatch,
+            _q8_cache,
+            _more_on_the_host,
+        ]
+        if min_ctx is not None:
+            self._rungs.append(lambda plan: _smaller_context(plan, min_ctx))
+
+    def step_down(self, error: EdgeLLMError) -> str | None:
+        """Go to the next smaller plan and say what changed; None when ``error`` is the caller's.
+
+        A rung that the library refuses for another reason (heads that are no whole blocks of
+        q8_0) is taken back.
+        """
+        if not is_out_of_memory(error):
+            if self._before is None or not isinstance(error, EngineError):
+                return None
+            self.plan, self._before = self._before, None
+            self.said[-1] += " (refused)"
+        found = self._next() if len(self.said) < MAX_STEPS else None
+        if found is None:
+            return None
+        change, words = found
+        self._before = self.plan
+        self.plan = _changed(self.plan, change)
+        self.said.append(f"out of memory: {words}")
+        return self.said[-1]
+
+    def _next(self) -> Rung | None:
+        while self._rungs:
+            found = self._rungs.pop(0)(self.plan)
+            if found is not None:
+                return found
+        return None
 
 
-def next_rung(plan: Plan) -> tuple[Plan, str] | None:
-    """The next smaller plan and what changed, in words; None at the ladder's end."""
-    for step in _LADDER:
-        found = step(plan.params)
-        if found is not None:
-            change, words = found
-            params = msgspec.structs.replace(plan.params, **change)
-            return msgspec.structs.replace(plan, params=params), words
-    return None
+def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
+    params = msgspec.structs.replace(plan.params, **change)
+    verdict = plan.verdict
+    if "n_gpu_layers" in change:
+        verdict = "partial" if params.n_gpu_layers else "cpu"
+    return msgspec.structs.replace(plan, params=params, verdict=verdict)

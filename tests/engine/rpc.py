@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -40,7 +41,10 @@ def rpc_server(limit: int = 0) -> Iterator[str]:
     beyond what it starts with."""
     endpoint = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-c", _SERVER, endpoint, str(limit)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    # One arena: each thread's own would reserve 64 MiB of the limit.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=environment) as process:
         try:
             _wait_for(endpoint)
             yield endpoint

@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Fault, LoadProgress, Script
-from edgellm.engine.loading import is_out_of_memory, next_rung
-from edgellm.errors import DoesNotFitError, EngineDeadError, EngineError
+from edgellm.engine.loading import Ladder, is_out_of_memory
+from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
+from edgellm.planner.plan import Plan
 from tests.engine.factories import plan
 
+OOM = DoesNotFitError("out of memory", device="CUDA0", required=2, available=1)
 
-def test_the_ladder_is_ubatch_then_cache_then_layers_then_context_then_nothing() -> None:
-    current, said = plan(n_ubatch=256, n_gpu_layers=1, n_ctx=4096, n_ctx_seq=4096), []
-    while (rung := next_rung(current)) is not None:
-        current, words = rung
-        said.append(words.split(": ")[1].split(" ", 1)[0])
-    assert said == ["n_ubatch", "KV", "GPU", "context"]
-    assert (current.params.n_ubatch, current.params.type_k) == (64, "q8_0")
-    assert (current.params.n_gpu_layers, current.params.n_ctx) == (0, 2048)
+
+def model_plan(n_layer: int, n_expert: int = 0, **changes: Any) -> Plan:
+    planned = plan(**changes)
+    facts = msgspec.structs.replace(planned.model, n_layer=n_layer, n_expert=n_expert)
+    return msgspec.structs.replace(planned, model=facts, verdict="gpu")
+
+
+def all_steps(ladder: Ladder, error: EdgeLLMError = OOM) -> list[str]:
+    said = []
+    while (words := ladder.step_down(error)) is not None:
+        said.append(words.removeprefix("out of memory: "))
+    return said
+
+
+def test_the_ladder_is_ubatch_then_cache_then_layers_and_three_steps_long() -> None:
+    ladder = Ladder(model_plan(32, n_ubatch=512, n_gpu_layers=-1, n_ctx=4096), min_ctx=1024)
+    said = all_steps(ladder)
+    assert said == ["n_ubatch 512 -> 128", "KV cache f16 -> q8_0", "n_gpu_layers -1 -> 24"]
+    assert (ladder.plan.verdict, ladder.plan.params.type_v) == ("partial", "q8_0")
+
+
+def test_experts_go_to_the_host_before_layers_do() -> None:
+    ladder = Ladder(model_plan(32, 8, n_ubatch=64, type_k="q8_0", n_gpu_layers=-1), None)
+    assert all_steps(ladder) == ["n_cpu_moe 0 -> 8"]
+    assert not ladder.plan.params.use_mmap
+
+
+def test_the_context_shrinks_only_where_that_is_allowed() -> None:
+    small = {"n_ubatch": 64, "type_k": "q8_0", "n_ctx": 4096, "n_ctx_seq": 4096}
+    assert all_steps(Ladder(plan(**small), None)) == []
+    assert all_steps(Ladder(plan(**small), 4096)) == []
+    ladder = Ladder(plan(**small), 3000)
+    assert all_steps(ladder) == ["n_ctx 4096 -> 3000"]
+    assert ladder.plan.params.n_ctx_seq == 3000
+
+
+def test_a_rung_that_the_library_refuses_is_taken_back() -> None:
+    ladder = Ladder(model_plan(30, n_ubatch=64, n_gpu_layers=31), None)
+    assert ladder.step_down(OOM) == "out of memory: KV cache f16 -> q8_0"
+    refused = EngineError("K cache type q8_0 with block size 32 does not divide 80")
+    assert ladder.step_down(refused) == "out of memory: n_gpu_layers 31 -> 23"
+    assert ladder.plan.params.type_k == "f16"
+    assert ladder.said[0].endswith("(refused)")
+
+
+def test_an_error_that_is_not_about_memory_is_the_callers_at_once() -> None:
+    assert Ladder(plan(), None).step_down(EngineError("no such device")) is None
+    assert Ladder(plan(), None).step_down(EngineDeadError("ended by SIGSEGV")) is None
 
 
 def test_a_death_counts_as_out_of_memory_only_when_the_log_says_so() -> None:
@@ -41,7 +86,15 @@ async def test_loading_goes_down_a_rung_and_says_it() -> None:
     await engine.close()
 
 
-async def test_after_three_tries_the_error_is_the_callers() -> None:
+async def test_after_three_smaller_plans_the_error_is_the_callers() -> None:
     script = Script(faults=(Fault(kind="oom", code=1),))
+    seen: list[LoadProgress] = []
     with pytest.raises(DoesNotFitError):
-        await Engine.load(plan(), backend="scripted", options=EngineOptions(script=script))
+        await Engine.load(
+            plan(n_gpu_layers=1),
+            backend="scripted",
+            options=EngineOptions(script=script),
+            on_progress=seen.append,
+        )
+    said = [p.message for p in seen if p.stage == "fallback"]
+    assert [words.split()[3] for words in said] == ["n_ubatch", "KV", "n_gpu_layers"]

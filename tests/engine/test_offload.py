@@ -14,8 +14,9 @@ import pytest
 from edgellm.engine.build import library_folder
 from edgellm.engine.client import Engine, dry_run
 from edgellm.engine.info import EngineOptions
-from edgellm.errors import EngineError
+from edgellm.errors import DoesNotFitError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
+from edgellm.units import MiB
 from tests.engine.factories import plan, request
 from tests.engine.rpc import rpc_server
 from tests.engine.tiny import tiny_model
@@ -152,3 +153,35 @@ async def test_libraries_from_another_folder_place_experts_too(
     await engine.close()
     assert weights["RPC0"] > 0
     assert text
+
+
+async def test_a_card_that_is_too_small_gets_smaller_plans_and_each_is_said(folder: Path) -> None:
+    # A cache of 128 MiB, 68 with q8_0, on a device that has 110.
+    with rpc_server(limit=110 * MiB) as server:
+        planned = offloaded(
+            tiny_model(folder, "llama"), "RPC0", n_gpu_layers=-1, n_ctx=1 << 18, n_ctx_seq=4096
+        )
+        engine, _, text = await loaded(planned, (server,))
+        await engine.close()
+    assert engine.report.fallbacks == (
+        "out of memory: n_ubatch 256 -> 64",
+        "out of memory: KV cache f16 -> q8_0",
+    )
+    assert engine.plan.params.type_k == "q8_0"
+    assert text
+
+
+async def test_no_plan_small_enough_is_an_error_that_names_the_card(folder: Path) -> None:
+    with rpc_server(limit=4 * MiB) as server:
+        planned = offloaded(
+            tiny_model(folder, "llama"), "RPC0", n_gpu_layers=-1, n_ctx=1 << 18, n_ctx_seq=4096
+        )
+        seen: list[str] = []
+        with pytest.raises(DoesNotFitError, match="no memory for") as caught:
+            await Engine.load(
+                planned,
+                options=EngineOptions(rpc_servers=(server,)),
+                on_progress=lambda p: seen.append(p.message),
+            )
+    assert caught.value.device == "RPC0"
+    assert len([words for words in seen if words]) == 3

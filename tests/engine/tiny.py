@@ -14,7 +14,7 @@ from benchmarks.gpu.synthetic import Tensor, encode_header, read_header
 from tests.engine.starter import starter_path
 from tests.gguf.build import F32, I32, STR, U32, array, pair
 
-N_EMBD, N_HEAD, N_KV, N_FF, N_CTX = 64, 4, 2, 96, 512
+N_EMBD, N_HEAD, N_KV, N_FF, N_CTX = 64, 2, 1, 96, 512
 HEAD = N_EMBD // N_HEAD
 Shapes = dict[str, tuple[int, ...]]
 
