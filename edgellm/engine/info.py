@@ -95,8 +95,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout_s: float | None = None
     min_ctx: int | None = None
     """The smallest context that loading may fall back to without memory; None: the plan's."""
-    rpc_servers: tuple[str, ...] = ()
-    """host:port of ggml-rpc-server processes; their devices are RPC0, RPC1, ... in this order."""
     log_lines: int = 200
     script: Script = Script()
 

@@ -340,7 +340,7 @@ class LlamaBackend:
         self._options = options
         self._on_progress = on_progress
         lib.llama_backend_init()
-        workers = plan.params.rpc or options.rpc_servers
+        workers = plan.params.rpc
         self._aliases = register(workers)
         if workers:
             watch(workers, end_process)
@@ -1081,7 +1081,7 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     log = _Log()
     keep: list[Any] = []
     lib.llama_backend_init()
-    aliases = register(plan.params.rpc or options.rpc_servers)
+    aliases = register(plan.params.rpc)
     params = _model_params(plan, keep)
     params.no_alloc = True
     params.load_mode = lib.LLAMA_LOAD_MODE_NONE

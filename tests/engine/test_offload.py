@@ -13,7 +13,6 @@ import pytest
 
 from edgellm.engine.build import library_folder
 from edgellm.engine.client import Engine, dry_run
-from edgellm.engine.info import EngineOptions
 from edgellm.errors import DoesNotFitError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
 from edgellm.units import MiB
@@ -44,9 +43,15 @@ def offloaded(path: str, *cards: str, **changes: Any) -> Plan:
     return msgspec.structs.replace(planned, devices=ledgers, verdict="gpu" if cards else "cpu")
 
 
+def through(planned: Plan, servers: tuple[str, ...]) -> Plan:
+    """The plan with these servers' devices as RPC0, RPC1."""
+    params = msgspec.structs.replace(planned.params, rpc=servers)
+    return msgspec.structs.replace(planned, params=params)
+
+
 async def loaded(planned: Plan, servers: tuple[str, ...]) -> tuple[Engine, dict[str, int], str]:
     """The engine, bytes of weights by device, and a few greedy tokens' text."""
-    engine = await Engine.load(planned, options=EngineOptions(rpc_servers=servers))
+    engine = await Engine.load(through(planned, servers))
     weights = {m.id: m.weights for m in engine.report.measured}
     text = ""
     async for event in engine.generate(request("The quick brown fox", max_tokens=6)):
@@ -120,7 +125,7 @@ async def test_a_device_that_does_not_exist_is_named(
 ) -> None:
     planned = offloaded(tiny_model(folder, "llama"), "RPC0", n_gpu_layers=-1, devices=("CUDA7",))
     with pytest.raises(EngineError, match="knows no device CUDA7"):
-        await Engine.load(planned, options=EngineOptions(rpc_servers=servers))
+        await Engine.load(through(planned, servers))
 
 
 async def test_a_dry_run_measures_experts_on_the_host(
@@ -128,7 +133,7 @@ async def test_a_dry_run_measures_experts_on_the_host(
 ) -> None:
     path = tiny_model(folder, "qwen3moe")
     planned = offloaded(path, "RPC0", n_gpu_layers=-1, n_cpu_moe=2)
-    report = await dry_run(planned, EngineOptions(rpc_servers=servers[:1]))
+    report = await dry_run(through(planned, servers[:1]))
     found = {m.id: m for m in report.measured}
     assert found["RPC0"].compute > 0
     assert found["host"].compute > 0
@@ -179,8 +184,7 @@ async def test_no_plan_small_enough_is_an_error_that_names_the_card(folder: Path
         seen: list[str] = []
         with pytest.raises(DoesNotFitError, match="no memory for") as caught:
             await Engine.load(
-                planned,
-                options=EngineOptions(rpc_servers=(server,)),
+                through(planned, (server,)),
                 on_progress=lambda p: seen.append(p.message),
             )
     assert caught.value.device == "RPC0"
