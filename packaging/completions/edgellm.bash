@@ -671,7 +671,7 @@ _edgellm() {
           ;;
         "plan")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--fixed" "--explain" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--fixed" "--explain" "--dry-run" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do

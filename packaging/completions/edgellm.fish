@@ -379,6 +379,7 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -s h -d 'Display this
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l version -d 'Display application version.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l fixed -d 'Take the parameters as given (llama.cpp'\''s defaults otherwise); compute the ledg…'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l explain -d 'Show the sums behind the numbers too.'
+complete -c edgellm -n '__fish_edgellm_using_command plan' -l dry-run -d 'Let llama.cpp itself work out the compute buffers, in a process that allocates …'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l json -d 'Print the plan as JSON (edgellm.plan/1).'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l ctx -r -d 'Cells of context, for all sequences together.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l parallel -r -d 'Sequences at once.'
