@@ -75,6 +75,9 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="plan for cards with this much free memory instead")
     ] = ()
     ram: Annotated[Size, Meta(description="plan for this much free RAM instead")] = None
+    worker: Annotated[
+        tuple[str, ...], Meta(description="HOST:PORT of other machines that run edgellm worker")
+    ] = ()
     backend: Annotated[str | None, Meta(description="cuda, vulkan, metal, rocm, cpu, rpc")] = None
     margin: Annotated[Size, Meta(description="bytes kept free a device")] = None
     overhead: Annotated[Size, Meta(description="bytes a device takes outside the buffers")] = None

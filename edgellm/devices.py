@@ -38,6 +38,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     integrated: bool = False
     driver: str | None = None
     hypothetical: bool = False
+    bandwidth: float | None = None
+    """Bytes a second from its memory, where that was measured."""
+    endpoint: str | None = None
+    """HOST:PORT of the worker that has it; None: this machine."""
+    link_latency_s: float = 0.0
+    """To its worker and back."""
+    link_bandwidth: float | None = None
+    """Bytes a second to its worker."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from edgellm import devices as devices_
 from edgellm.config import PlanSettings, Settings
 from edgellm.devices import Devices
 from edgellm.engine.build import require_engine
-from edgellm.engine.client import Engine, OnProgress
+from edgellm.engine.client import Engine, OnProgress, Replan
 from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.errors import (
     ConfigError,
@@ -36,6 +36,7 @@ from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.planner.types import KV_BLOCK
 from edgellm.store import catalog
 from edgellm.units import parse_bytes
+from edgellm.workers import Pool, as_gpus
 
 
 def plan_model(
@@ -74,7 +75,11 @@ async def open_engine(
         require_engine()
     plan = await asyncio.to_thread(plan_model, model, request, settings=settings)
     engine = await Engine.load(
-        plan, backend=backend, on_progress=on_progress, options=engine_options(settings)
+        plan,
+        backend=backend,
+        on_progress=on_progress,
+        options=engine_options(settings),
+        replan=replanner(Pool(settings.plan.worker), request or plan_request(settings)),
     )
     await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
     return engine
@@ -148,9 +153,29 @@ def plan_request(settings: Settings, *, fixed: bool = False) -> PlanRequest:
 def plan_devices(settings: Settings) -> Devices:
     """This machine now, with what --vram, --ram and --backend say in place of what is there."""
     plan = settings.plan
-    return devices_.imagine(
+    here = devices_.imagine(
         devices_.probe(), vram=_vram(plan), ram=plan.ram, backend=_backend(plan)
     )
+    return with_workers(here, Pool(plan.worker))
+
+
+def with_workers(devices: Devices, pool: Pool, without: Sequence[str] = ()) -> Devices:
+    """``devices`` and those of the workers that answer, before this machine's: the output layer
+    goes to the last device, and its logits should not cross the network."""
+    found, notes = pool.look(without)
+    return msgspec.structs.replace(
+        devices, gpus=(*as_gpus(found), *devices.gpus), notes=(*devices.notes, *notes)
+    )
+
+
+def replanner(pool: Pool, request: PlanRequest) -> Replan:
+    """What gives an engine another plan when workers are lost: without them, as long as it fits."""
+
+    def replan(plan: Plan, gone: tuple[str, ...]) -> Plan:
+        devices = with_workers(devices_.probe(), pool, gone)
+        return make_plan(model_shape(read_gguf(plan.model.path)), devices, request)
+
+    return replan
 
 
 def _vram(plan: PlanSettings) -> list[int]:
@@ -652,6 +677,7 @@ def make_runtime(
     if runs == "llama":
         require_engine()
 
+    pool = Pool(plan.worker)
     shapes: dict[str, tuple[tuple[str, int, int], ModelShape]] = {}
 
     def shape_of(ref: str) -> ModelShape:
@@ -667,10 +693,14 @@ def make_runtime(
 
     def planner(spec: ModelSpec, devices: Devices, other: PlanRequest | None) -> Plan:
         seen = devices_.imagine(devices, vram=vram, ram=plan.ram, backend=only)
+        seen = with_workers(seen, pool)
         return make_plan(shape_of(spec.ref), seen, other or plan_request(settings))
 
     async def loader(plan: Plan, on_progress: OnProgress) -> Engine:
-        engine = await Engine.load(plan, backend=runs, options=how, on_progress=on_progress)
+        again = replanner(pool, plan_request(settings))
+        engine = await Engine.load(
+            plan, backend=runs, options=how, on_progress=on_progress, replan=again
+        )
         await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
         return engine
 

@@ -22,6 +22,7 @@ LEVELS = {
     "paths": 1,
     "config": 1,
     "devices": 1,
+    "workers": 1,
     "gguf": 1,
     "store": 1,
     "planner": 2,
@@ -35,7 +36,7 @@ LEVELS = {
     "cli": 5,
 }
 # Files of level 1 that the rest of the level may use.
-SHARED_IN_LEVEL_1 = {"paths", "config"}
+SHARED_IN_LEVEL_1 = {"paths", "config", "devices"}
 SIDEWAYS = {("engine", "edgellm.planner.plan")}
 HOMES = {
     "llama_cpp": {"engine/llama.py"},

@@ -46,6 +46,7 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
     ("doctor", "edgellm.cli.doctor:doctor", _MACHINE, "What this machine has, and what is wrong."),
     ("profile", "edgellm.cli.profile:app", _MACHINE, "Settings for a class of hardware."),
     ("config", "edgellm.cli.config:app", _MACHINE, "Every setting and where it came from."),
+    ("worker", "edgellm.cli.worker:worker", _MACHINE, "Lend this machine's memory to another's."),
     ("setup", "edgellm.cli.setup:setup", _MACHINE, "Install the engine for this machine's GPU."),
 )
 

@@ -27,6 +27,8 @@ class PlanFlags:
     """Plan for a card with this much free memory (6GiB); repeat it for several cards."""
     ram: Annotated[str | None, Parameter(group=_PLAN)] = None
     """Plan for this much free RAM."""
+    worker: Annotated[list[str] | None, Parameter(group=_PLAN, consume_multiple=False)] = None
+    """HOST:PORT of a machine that runs edgellm worker; repeat it for several."""
     backend: Annotated[
         Literal["cuda", "vulkan", "metal", "rocm", "cpu", "rpc"] | None, Parameter(group=_PLAN)
     ] = None

@@ -12,13 +12,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
 from edgellm.engine.build import BuildDevice, list_devices
-from edgellm.engine.rpc import ggml, rpc_function
+from edgellm.engine.rpc import ggml, rpc_function, unreachable
 from edgellm.errors import EdgeLLMError, EngineError
 from edgellm.units import MiB
 
@@ -27,6 +28,7 @@ _GET_MEMORY: Final = 2
 _MemoryFunction: Final = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
+_START_S: Final = 60.0
 _SLACK: Final = 256 * MiB
 """What the process may take beside the buffers of its client: code, graphs, messages."""
 
@@ -184,6 +186,12 @@ def start(job: ServeJob) -> tuple[subprocess.Popen[bytes], Served]:
         child.wait()
         child.stdout.close()
         raise EngineError(served.error, hint=served.hint)
+    deadline = time.monotonic() + _START_S
+    while unreachable((served.endpoint,)):
+        if child.poll() is not None or time.monotonic() > deadline:
+            child.kill()
+            raise EngineError(f"the worker at {served.endpoint} did not start")
+        time.sleep(0.02)
     return child, served
 
 

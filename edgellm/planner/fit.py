@@ -35,6 +35,7 @@ from edgellm.planner.params import (
 )
 from edgellm.planner.placement import HOST, aligned, mapped_bytes
 from edgellm.planner.plan import DeviceLedger, Plan, PlanParams, PlanRequest, Speed
+from edgellm.planner.pooled import settle_workers
 from edgellm.planner.reasons import does_not_fit, finish, left_out
 from edgellm.planner.speed import (
     Card,
@@ -52,6 +53,10 @@ TRIES: Final = 24
 
 def make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     """The plan for ``request``; raises DoesNotFitError when nothing fits and force is off."""
+    return settle_workers(_make_plan(shape, devices, request), devices)
+
+
+def _make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     request = with_extras(shape, devices, request)
     if request.fixed:
         return _fixed(shape, devices, request)
@@ -143,12 +148,18 @@ def card_sets(gpus: Sequence[Gpu]) -> Iterator[tuple[Gpu, ...]]:
 
     Fewer cards first: another one is taken only where it makes the plan faster.
     """
-    order = sorted(range(len(gpus)), key=lambda i: (-card(gpus[i]).bandwidth, -gpus[i].free, i))
+    order = sorted(range(len(gpus)), key=lambda i: _preference(gpus[i], i))
     for n in range(1, len(order) + 1):
         yield tuple(gpus[i] for i in sorted(order[:n]))
     for i in order[1:]:
         yield (gpus[i],)
     yield ()
+
+
+def _preference(gpu: Gpu, place: int) -> tuple[float, float, int, int]:
+    """Cards of this machine first, then the nearest workers; the fastest of each."""
+    made = card(gpu)
+    return made.latency, -made.bandwidth, -gpu.free, place
 
 
 def prefix(values: Sequence[int]) -> list[int]:
@@ -214,6 +225,7 @@ class Search:
         self.terms = terms_of(shape, gpus, request)
         self.cards: list[Card] = [card(gpu) for gpu in gpus]
         self.cpu = host_card(devices.host, observed.host_bandwidth(request.observed))
+        self.is_pooled = any(c.is_remote for c in self.cards)
         self.all = tuple(devices.gpus)
         self.base = base_params(shape, devices, request)
 
@@ -553,7 +565,15 @@ class Search:
             turn = min(max(placement.n_cpu_moe, first), last)
             total += host_experts[turn] - host_experts[first] + experts[last] - experts[turn]
             first = last
-        return total
+        return total + self._hops(placement.counts)
+
+    def _hops(self, counts: Sequence[int]) -> float:
+        """Seconds a token on the way to other machines."""
+        if not self.is_pooled:
+            return 0.0
+        used = [i for i, count in enumerate(counts) if count]
+        n_vocab, n_embd = self.shape.n_vocab, self.shape.n_embd
+        return sum(self.cards[i].hop(n_embd, n_vocab if i == used[-1] else 0) for i in used)
 
 
 def distribute(

@@ -44,6 +44,22 @@ class Card:
     bus: float = 12 * GB
     per_layer: float = 60e-6
     basis: str = "table"
+    latency: float = 0.0
+    """Seconds to its machine and back; 0: this one."""
+    link: float = float("inf")
+    """Bytes a second to its machine."""
+
+    @property
+    def is_remote(self) -> bool:
+        return self.latency > 0.0
+
+    def hop(self, n_embd: int, n_logits: int = 0) -> float:
+        """Seconds a token that going there costs: hidden values there and back, and the logits
+        where the output layer is there, all f32, one answer waited for (ggml-rpc.cpp sends
+        without waiting, and waits when it reads)."""
+        if not self.is_remote:
+            return 0.0
+        return self.latency + 4 * (2 * n_embd + n_logits) / self.link
 
     def seconds(self, reads: Reads) -> tuple[float, float]:
         """Seconds a token of a block: (dense and cache, experts)."""
@@ -141,7 +157,9 @@ CORE_BANDWIDTH: Final = 8 * GB
 
 
 def card(gpu: Gpu) -> Card:
-    """The table's entry for ``gpu``, else a typical one for its size."""
+    """The table's entry for ``gpu``, else a typical one for its size; a worker's as measured."""
+    if gpu.endpoint is not None:
+        return _remote_card(gpu)
     for pattern, bandwidth, tflops, bus in _CARDS:
         if re.search(pattern, gpu.name, re.IGNORECASE):
             return Card(bandwidth * GB * _EFFICIENCY, tflops, bus * GB)
@@ -150,6 +168,22 @@ def card(gpu: Gpu) -> Card:
     gib = gpu.total / 2**30
     _, bandwidth, tflops = next(row for row in _UNKNOWN_BY_SIZE if gib >= row[0])
     return Card(bandwidth * GB * _EFFICIENCY, tflops, basis="unknown device")
+
+
+def _remote_card(gpu: Gpu) -> Card:
+    """What a worker showed: the protocol does not tell what kind of device it has."""
+    bandwidth = gpu.bandwidth or HOST_BANDWIDTH
+    link = gpu.link_bandwidth or 125e6  # 1 Gbit/s
+    # GPUs do some 60 to 150 operations for each byte of bandwidth, CPUs some 10.
+    per_byte = 60 if bandwidth > 150 * GB else 10
+    return Card(
+        bandwidth,
+        bandwidth * per_byte / 1e12,
+        bus=link,
+        basis="measured" if gpu.bandwidth else "unknown device",
+        latency=max(gpu.link_latency_s, 1e-6),
+        link=link,
+    )
 
 
 def host_card(host: Host, measured: float | None = None) -> Card:
@@ -187,13 +221,35 @@ def predict(
     seconds = decode_seconds(shape, params, layer_device, cards, host)
     decode = sum(seconds.values())
     prefill = _prefill_seconds(shape, params, layer_device, cards, host)
+    hops = hop_seconds(shape, layer_device, cards)
+    decode += hops
+    # A whole ubatch crosses at once; only its last token's logits come back.
+    width = sum(4 * 2 * shape.n_embd / cards[d].link for d in _remote(layer_device, cards))
+    waits = sum(cards[d].latency for d in _remote(layer_device, cards))
+    prefill += width + waits / max(params.n_ubatch, 1)
     slowest = max(seconds, key=lambda d: seconds[d], default=HOST)
     basis = next((c.basis for c in cards if c.basis != "table"), "table")
     return Speed(
         prefill_tps=1 / prefill if prefill > 0 else 0.0,
         decode_tps=1 / decode if decode > 0 else 0.0,
         basis=basis,
-        bottleneck=_bottleneck(slowest, seconds),
+        bottleneck=_bottleneck(slowest, seconds)
+        if hops < seconds.get(slowest, 0.0)
+        else f"the network ({100 * hops / decode:.0f} % of a token's time)",
+    )
+
+
+def _remote(layer_device: Sequence[int], cards: Sequence[Card]) -> list[int]:
+    """The devices in use that are in other machines."""
+    return [d for d in sorted(set(layer_device)) if d != HOST and cards[d].is_remote]
+
+
+def hop_seconds(shape: ModelShape, layer_device: Sequence[int], cards: Sequence[Card]) -> float:
+    """Seconds a token that the network takes."""
+    last = layer_device[-1] if layer_device else HOST
+    return sum(
+        cards[d].hop(shape.n_embd, shape.n_vocab if d == last else 0)
+        for d in _remote(layer_device, cards)
     )
 
 

@@ -9,10 +9,10 @@ _edgellm() {
   prev="${COMP_WORDS[COMP_CWORD-1]}"
 
   # Build list of options that take values (to skip their arguments)
-  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cache-folder --cases --chunks --concurrency --cors-origin --ctx --device --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --memory --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram --worker -c -m -n -o -p -s'
 
   # Build list of all valid command names (to distinguish from positionals)
-  local all_commands='ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
+  local all_commands='ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify worker'
 
   # Detect command path by collecting valid command words only
   local -a cmd_path=()
@@ -74,7 +74,7 @@ _edgellm() {
           [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
         done
       else
-        local -a _c=("bench" "tune" "eval" "plan" "pull" "ls" "rm" "search" "verify" "import" "quantize" "tui" "chat" "serve" "batch" "ps" "stop" "doctor" "profile" "config" "setup")
+        local -a _c=("bench" "tune" "eval" "plan" "pull" "ls" "rm" "search" "verify" "import" "quantize" "tui" "chat" "serve" "batch" "ps" "stop" "doctor" "profile" "config" "worker" "setup")
         local _q
         COMPREPLY=()
         for _x in "${_c[@]}"; do
@@ -86,7 +86,7 @@ _edgellm() {
       case "${cmd_path[@]}" in
         "batch")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--output" "-o" "--model" "-m" "--concurrency" "--engine" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--output" "-o" "--model" "-m" "--concurrency" "--engine" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -180,6 +180,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -391,7 +394,7 @@ _edgellm() {
           ;;
         "chat")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--prompt" "-p" "--system" "-s" "--stats" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--prompt" "-p" "--system" "-s" "--stats" "--overflow" "--json" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -474,6 +477,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -671,7 +677,7 @@ _edgellm() {
           ;;
         "plan")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--fixed" "--explain" "--dry-run" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--fixed" "--explain" "--dry-run" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -701,6 +707,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -958,7 +967,7 @@ _edgellm() {
           ;;
         "serve")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--tls-cert" "--tls-key" "--ui" "--no-ui" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--engine" "--overflow" "--priority" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--quiet" "-q" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--tls-cert" "--tls-key" "--ui" "--no-ui" "--alias" "--preload" "--no-preload" "--ttl" "--max-loaded" "--engine" "--overflow" "--priority" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--quiet" "-q" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1102,6 +1111,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -1275,7 +1287,7 @@ _edgellm() {
           ;;
         "tui")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--attach" "--api-key" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--attach" "--api-key" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1344,6 +1356,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -1460,7 +1475,7 @@ _edgellm() {
           ;;
         "tune")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1510,6 +1525,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --ram)
+                COMPREPLY=()
+                ;;
+              --worker)
                 COMPREPLY=()
                 ;;
               --backend)
@@ -1634,6 +1652,44 @@ _edgellm() {
             done
           else
             COMPREPLY=()
+          fi
+          ;;
+        "worker")
+          if [[ ${cur} == -* ]]; then
+            local -a _c=("--host" "--port" "--device" "--memory" "--cache" "--no-cache" "--cache-folder" "--threads" "--json" "--help" "-h" "--version")
+            local _q
+            COMPREPLY=()
+            for _x in "${_c[@]}"; do
+              [[ "$_x" == "${cur}"* ]] && { printf -v _q '%q' "$_x"; COMPREPLY+=("$_q"); }
+            done
+          else
+            local _value_prev="${prev}"
+            if [[ "$_value_prev" == "=" && $COMP_CWORD -ge 2 ]]; then
+              _value_prev="${COMP_WORDS[COMP_CWORD-2]}"
+            fi
+            case "$_value_prev" in
+              --host)
+                COMPREPLY=()
+                ;;
+              --port)
+                COMPREPLY=()
+                ;;
+              --device)
+                COMPREPLY=()
+                ;;
+              --memory)
+                COMPREPLY=()
+                ;;
+              --cache-folder)
+                COMPREPLY=()
+                ;;
+              --threads)
+                COMPREPLY=()
+                ;;
+              *)
+                COMPREPLY=()
+                ;;
+            esac
           fi
           ;;
         *)

@@ -5,8 +5,8 @@
 function __fish_edgellm_using_command
     set -l cmd (commandline -opc)
     set -l subcommands
-    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
-    set -l all_commands 'ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cache-folder --cases --chunks --concurrency --cors-origin --ctx --device --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --memory --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram --worker -c -m -n -o -p -s'
+    set -l all_commands 'ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify worker'
     set -l skip_next 0
     # Extract command words (only real subcommand names) from command line
     set -e cmd[1]
@@ -45,7 +45,7 @@ end
 function __fish_edgellm_positional_index
     set -l cmd (commandline -opc)
     set -l path_len $argv[1]
-    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cases --chunks --concurrency --cors-origin --ctx --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram -c -m -n -o -p -s'
+    set -l options_with_values '--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cache-folder --cases --chunks --concurrency --cors-origin --ctx --device --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --memory --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --vram --worker -c -m -n -o -p -s'
     set -l skip_next 0
     set -l consumed_path 0
     set -l count 0
@@ -91,6 +91,7 @@ complete -c edgellm -n __fish_use_subcommand -a 'stop' -d 'Unload a model, or st
 complete -c edgellm -n __fish_use_subcommand -a 'doctor' -d 'What this machine has, what is wrong, and the exact command that mends it.'
 complete -c edgellm -n __fish_use_subcommand -a 'profile' -d 'Settings for a class of hardware, each value with its reason.'
 complete -c edgellm -n __fish_use_subcommand -a 'config' -d 'Print every setting, its value and where it came from.'
+complete -c edgellm -n __fish_use_subcommand -a 'worker' -d 'Lend this machine'\''s devices to a model that another machine serves.'
 complete -c edgellm -n __fish_use_subcommand -a 'setup' -d 'Install the engine (llama.cpp) for this machine'\''s GPU, and prove that it works.'
 # Root-level options
 complete -c edgellm -n __fish_use_subcommand -l help -d 'Display this message and exit.'
@@ -128,6 +129,7 @@ complete -c edgellm -n '__fish_edgellm_using_command batch' -l parallel -r -d 'S
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command batch' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command batch' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -248,6 +250,7 @@ complete -c edgellm -n '__fish_edgellm_using_command chat' -l parallel -r -d 'Se
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command chat' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command chat' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -386,6 +389,7 @@ complete -c edgellm -n '__fish_edgellm_using_command plan' -l parallel -r -d 'Se
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command plan' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command plan' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -543,6 +547,7 @@ complete -c edgellm -n '__fish_edgellm_using_command serve' -l parallel -r -d 'S
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command serve' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command serve' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -619,6 +624,7 @@ complete -c edgellm -n '__fish_edgellm_using_command tui' -l parallel -r -d 'Seq
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command tui' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command tui' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -666,6 +672,7 @@ complete -c edgellm -n '__fish_edgellm_using_command tune' -l parallel -r -d 'Se
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l objective -x -a 'speed context' -d 'Prefer speed, or the longest context.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l vram -r -d 'Plan for a card with this much free memory (6GiB); repeat it for several cards.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l ram -r -d 'Plan for this much free RAM.'
+complete -c edgellm -n '__fish_edgellm_using_command tune' -l worker -r -d 'HOST:PORT of a machine that runs edgellm worker; repeat it for several.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l backend -x -a 'cuda vulkan metal rocm cpu rpc' -d 'Plan for this backend; cpu leaves the GPU out.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l margin -r -d 'Memory kept free on each card.'
 complete -c edgellm -n '__fish_edgellm_using_command tune' -l overhead -r -d 'Memory a card takes outside llama.cpp'\''s buffers.'
@@ -701,4 +708,18 @@ complete -c edgellm -n '__fish_edgellm_using_command verify' -s h -d 'Display th
 complete -c edgellm -n '__fish_edgellm_using_command verify' -l version -d 'Display application version.'
 complete -c edgellm -n '__fish_edgellm_using_command verify' -l repair -d 'Fetch damaged models of edgellm'\''s again, and finish incomplete ones.'
 complete -c edgellm -n '__fish_edgellm_using_command verify' -l json -d 'Print JSON (edgellm.verify/1).'
+
+# Options for: worker
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l help -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -s h -d 'Display this message and exit.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l version -d 'Display application version.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l host -r -d 'The address to listen on. The protocol has no authentication: see the warning.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l port -r -d '0 takes a free one.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l device -r -d 'A device by llama.cpp'\''s name (CUDA0, CPU); repeat it for several. Default: ever…'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l memory -r -d 'The most that is lent of each device, such as 12GiB.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l cache -d 'Keep weights on this disk, so that they cross the network once.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l no-cache -d 'Keep weights on this disk, so that they cross the network once.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l cache-folder -r -d 'Where; by default in edgellm'\''s cache folder.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l threads -r -d 'CPU threads, for a CPU that is lent. Default: its physical cores.'
+complete -c edgellm -n '__fish_edgellm_using_command worker' -l json -d 'Print what is lent (edgellm.worker/1).'
 
