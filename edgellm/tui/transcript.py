@@ -105,6 +105,8 @@ class Transcript(ScrollView, can_focus=True):
         self._first = 0
         self._renderer: BlockRenderer | None = None
         self._width = 0
+        self._follow = True
+        """The end is shown, and what comes moves it; False while somebody reads further up."""
 
     # -- what the screen calls -------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Transcript(ScrollView, can_focus=True):
     def stream(self, text: str, reasoning: str = "") -> None:
         """Add text to the last message. Lines above its open block are not touched."""
         turn = self.turns[-1]
-        follow = self.is_vertical_scroll_end
+        follow = self._follow
         y = self._height(len(self._chunks) - self._open_count(turn))
         self._drop_open(turn)
         if reasoning:
@@ -180,7 +182,7 @@ class Transcript(ScrollView, can_focus=True):
         turn.chunks.append(Chunk(turn, "gap"))
 
     def _rebuild(self, turn: Turn) -> None:
-        follow = self.is_vertical_scroll_end
+        follow = self._follow
         self._build(turn)
         first = self._chunks[self._first] if self._first < len(self._chunks) else None
         self._chunks = [chunk for other in self.turns for chunk in other.chunks]
@@ -253,11 +255,10 @@ class Transcript(ScrollView, can_focus=True):
     # -- events ----------------------------------------------------------------------------------
 
     def on_resize(self) -> None:
-        if self._text_width() == self._width:
-            return
-        follow = self.is_vertical_scroll_end or not self._width
-        self._relayout()
-        if follow:
+        if self._text_width() != self._width:
+            self._relayout()
+        # What was at the end before stays at the end: a lower widget has another last line.
+        if self._follow:
             self.scroll_end(animate=False, immediate=True)
 
     def notify_style_update(self) -> None:
@@ -268,6 +269,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
+        self._follow = new_value >= self.max_scroll_y
         if new_value < self.size.height and self._first > 0 and new_value < old_value:
             added = self._extend_up(WINDOW_LINES)
             self._measure()

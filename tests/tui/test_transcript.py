@@ -81,6 +81,20 @@ async def test_it_follows_the_end_unless_somebody_scrolled_away() -> None:
         assert view.scroll_offset.y == 5
 
 
+@pytest.mark.parametrize("size", [(80, 12), (60, 24), (100, 40)])
+async def test_it_follows_the_end_through_a_resize(size: tuple[int, int]) -> None:
+    app = Alone()
+    async with app.run_test(size=(80, 24)) as pilot:
+        view = app.transcript
+        view.add(Turn("1", "assistant", name="m", streaming=True))
+        view.stream(PARAGRAPH * 30)
+        await pilot.resize_terminal(*size)
+        await pilot.pause()
+        view.stream("the very last words")
+        await pilot.pause()
+        assert "the very last words" in "".join(lines(view))
+
+
 async def test_a_long_conversation_is_laid_out_a_window_at_a_time() -> None:
     turns = [Turn(str(i), "assistant", name="m", text=PARAGRAPH * 4) for i in range(400)]
     app = Alone()
