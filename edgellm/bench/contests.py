@@ -94,12 +94,14 @@ async def long_prompt(heat: Heat) -> Figures:
 
     async def load(driver: Driver) -> None:
         leave = asyncio.get_running_loop().create_future()
+        # Made before anything runs: words for 8k tokens would hold up the reading of the streams.
+        intruder = _job(heat, "intruder", sizes.long_words, 8)
         streams = _streams(heat, "running", sizes.n_running, sizes.running_tokens)
         running = [asyncio.create_task(driver.send(job, leave=leave)) for job in streams]
         await asyncio.sleep(sizes.settle_s)
         await _first_tokens(driver, sizes.n_running, running)
         await asyncio.sleep(sizes.settle_s)
-        await driver.send(_job(heat, "intruder", sizes.long_words, 8))
+        await driver.send(intruder)
         await asyncio.sleep(sizes.settle_s)
         leave.set_result(None)
         await asyncio.gather(*running)
