@@ -27,14 +27,14 @@ needs_node = pytest.mark.skipif(
 )
 
 
-def run(*command: str | Path, timeout: int = 240, **environ: str) -> str:
+def run(*command: str | Path, cwd: Path = HERE, timeout: int = 240, **environ: str) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
-        cwd=HERE,
+        cwd=cwd,
         env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **environ},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -81,4 +81,5 @@ def test_schemathesis_finds_no_5xx(scripted: Running, tmp_path: Path) -> None:
         *("--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "29"),
         # These two would end the server and the model under test.
         *("--exclude-path", "/v1/edgellm/stop", "--exclude-path", "/v1/edgellm/unload"),
+        cwd=tmp_path,  # it keeps what it found beside where it runs
     )
