@@ -46,7 +46,7 @@ def _cuda_alloc_size(node: Node) -> int:
             if t.type != "f16":
                 size = -(-size // 128) * 128
                 size += 2 * t.ne[0] * t.ne[1] * t.ne[2] * t.ne[3]
-    return size
+    return size + node.row_pad
 
 
 _REDUCED_EXPERTS = 15

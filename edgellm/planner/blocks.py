@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from edgellm.gguf.shape import LayerShape, ModelShape, Tensor
-from edgellm.planner.graph import Graph, Node
+from edgellm.planner.graph import MATRIX_ROW_PADDING, Graph, Node
 from edgellm.planner.styles import Style
+
+_PLAIN: Final = frozenset({"F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64"})
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Step:
     swa_cells: int
     n_stream: int
     flash: bool
+    v_trans: bool = False
+    """V is kept transposed: the cache is made before ``auto`` is found to be off."""
     type_k: str = "f16"
     type_v: str = "f16"
     embeddings: bool = False
@@ -70,6 +75,8 @@ def weight(graph: Graph, tensor: Tensor, place: int) -> Node:
     """A weight as a node: f32 strides, its own size in bytes (what a copy of it takes)."""
     node = graph.placed("f32", tensor.dims, place, weight=True)
     node.size = tensor.n_bytes
+    if tensor.type not in _PLAIN and tensor.dims:
+        node.row_pad = -tensor.dims[0] % MATRIX_ROW_PADDING * tensor.n_bytes // tensor.n_elements
     return node
 
 

@@ -34,6 +34,8 @@ class Builder(RecurrentBlocks):
         self.picked = layers
         self.caches: dict[int, tuple[Node, Node | None]] = {}
         self.shared: dict[tuple[str, int], Node] = {}
+        self.windowed = not shape.has_memory or any(x.is_swa for x in shape.layers)
+        """Which of llm_graph_context's build_attn: K is computed before V (iswa, no cache)."""
 
     # --- inputs
 
@@ -66,7 +68,7 @@ class Builder(RecurrentBlocks):
         mask = "f16" if step.flash else "f32"
         per = n // step.n_stream
         wide = max((x.head_v * x.n_head_kv for x in self.shape.layers), default=1)
-        n_v = n if step.flash else n * wide
+        n_v = n * wide if step.v_trans else n
         self.k_idxs, self.v_idxs = g.input("i64", n), g.input("i64", n_v)
         self.swa_k_idxs, self.swa_v_idxs = g.input("i64", n), g.input("i64", n_v)
         if self.shape.has_memory:
@@ -140,16 +142,37 @@ class Builder(RecurrentBlocks):
     def attention(self, layer: Layer, cur: Node) -> Node:
         """A block's self-attention, output matrix included."""
         g = self.graph
+        if self.style.borrows_cache and not layer.shape.has_kv:
+            return self._attend_to_earlier(layer, cur)
         q, k, v = self.qkv(layer, cur)
         q, k = self.head_norm(layer, "attn_q", q), self.head_norm(layer, "attn_k", k)
         if self.style.rope == "all" or (self.style.rope == "swa" and layer.shape.is_swa):
-            factors = layer.get("rope_freqs")
+            factors = self._rope_factors(layer)
             q, k = g.rope(q, self.positions, factors), g.rope(k, self.positions, factors)
+        if self.style.normed_v:
+            v = g.like("RMS_NORM", v)
         if self.style.scaled_q:
             q = g.scale(q)
         out = self.attend(layer, q, k, v)
         if self.style.gated_output:
             out = g.mul(out, g.unary(g.mul_mat(layer.need("attn_gate"), cur)))
+        return self.linear(layer, "attn_output", out)
+
+    def _rope_factors(self, layer: Layer) -> Node | None:
+        if self.style.factors_of_full and layer.shape.is_swa:
+            return None
+        return layer.get("rope_freqs")
+
+    def _attend_to_earlier(self, layer: Layer, cur: Node) -> Node:
+        """Q of its own, K and V of an earlier block (llama_model::create_memory: reuse)."""
+        g, s, n = self.graph, layer.shape, self.n_tokens
+        q = g.reshape(self.linear(layer, "attn_q", cur), s.head_k, s.n_head, n)
+        q = self.head_norm(layer, "attn_q", q)
+        q = g.rope(q, self.positions, self._rope_factors(layer))
+        first = next(il for il, x in enumerate(self.shape.layers) if not x.has_kv)
+        lender = first - (2 if s.is_swa else 1)
+        place = next((p for il, p, _ in self.picked if il == lender), layer.place)
+        out = self.attend(self.layer(lender, place, place), q, None, None, reader=layer)
         return self.linear(layer, "attn_output", out)
 
     def cache(self, layer: Layer) -> tuple[Node, Node | None]:
@@ -169,36 +192,51 @@ class Builder(RecurrentBlocks):
         if self.shape.is_mla:
             return k, None
         v_width = s.head_v * s.n_head_kv
-        if not step.flash:
+        if step.v_trans:
             v_width = max(x.head_v * x.n_head_kv for x in self.shape.layers)
         return k, g.placed(step.type_v, (max(v_width, 1), cells, step.n_stream), where)
 
-    def attend(self, layer: Layer, q: Node, k: Node, v: Node, *, v_mla: Node | None = None) -> Node:
-        """build_attn: store K and V, then attend to the cells."""
+    def attend(
+        self,
+        layer: Layer,
+        q: Node,
+        k: Node | None,
+        v: Node | None,
+        *,
+        v_mla: Node | None = None,
+        reader: Layer | None = None,
+    ) -> Node:
+        """build_attn: store K and V, then attend to the cells; without K and V ``reader`` attends
+        to what ``layer`` stored."""
         g, step, s = self.graph, self.step, layer.shape
         k_rot, v_rot = self.rotation.get((s.is_swa, "k")), self.rotation.get((s.is_swa, "v"))
         if k_rot is not None:
-            q, k = self.rotate(q, k_rot), self.rotate(k, k_rot)
-        if v_rot is not None:
+            q, k = self.rotate(q, k_rot), self.rotate(k, k_rot) if k is not None else None
+        if v_rot is not None and v is not None:
             v = self.rotate(v, v_rot)
-        for node in (q, v, k):
-            g.expand(node)
-        if not self.shape.has_memory:
+        in_order = (q, k, v) if self.windowed else (q, v, k)
+        for node in in_order:
+            if node is not None:
+                g.expand(node)
+        if not self.shape.has_memory and k is not None and v is not None:
             return self.mha(layer, q, k, v, v_mla)
         k_cache, v_cache = self.cache(layer)
-        self._store(layer, k, v, k_cache, v_cache)
+        if k is not None and v is not None:
+            self._store(layer, k, v, k_cache, v_cache)
         cells = step.swa_cells if s.is_swa else step.cells
+        head, heads = (k.ne[0], k.ne[1]) if k is not None else (s.head_k, s.n_head_kv)
         keys = g.view(
             k_cache,
-            (k.ne[0], k.ne[1], cells, step.n_stream),
-            (_row(k_cache, k.ne[0]), k_cache.nb[1], k_cache.nb[2]),
+            (head, heads, cells, step.n_stream),
+            (_row(k_cache, head), k_cache.nb[1], k_cache.nb[2]),
         )
-        values = self._values(keys, v, v_cache, cells)
-        out = self.mha(layer, q, keys, values, v_mla)
+        v_dims = (v.ne[0], v.ne[1]) if v is not None else (s.head_v, s.n_head_kv)
+        values = self._values(keys, v_dims, v_cache, cells)
+        out = self.mha(reader or layer, q, keys, values, v_mla)
         return self.rotate(out, v_rot) if v_rot is not None else out
 
     def _store(self, layer: Layer, k: Node, v: Node, k_cache: Node, v_cache: Node | None) -> None:
-        """cpy_k and cpy_v; without flash attention V goes in element by element."""
+        """cpy_k and cpy_v; a transposed V goes in element by element."""
         g, s, n = self.graph, layer.shape, self.n_tokens
         k_idxs = self.swa_k_idxs if s.is_swa else self.k_idxs
         v_idxs = self.swa_v_idxs if s.is_swa else self.v_idxs
@@ -207,7 +245,7 @@ class Builder(RecurrentBlocks):
         if v_cache is None:
             return
         width = v.ne[0] * v.ne[1]
-        if self.step.flash:
+        if not self.step.v_trans:
             g.expand(g.set_rows(v_cache, g.view(v, (width, n), (v.nb[2],)), v_idxs))
             return
         flat = g.reshape(v, width, n) if 4 * width == v.nb[2] else g.cont(v, width, n)
@@ -217,16 +255,19 @@ class Builder(RecurrentBlocks):
         into = g.view(v_cache, (1, count), (v_cache.nb[0],))
         g.expand(g.set_rows(into, g.reshape(flat, 1, v_cache.ne[0] * n), v_idxs))
 
-    def _values(self, keys: Node, v: Node, v_cache: Node | None, cells: int) -> Node:
+    def _values(
+        self, keys: Node, v_dims: tuple[int, int], v_cache: Node | None, cells: int
+    ) -> Node:
         g, streams = self.graph, self.step.n_stream
+        head, heads = v_dims
         if v_cache is None:
-            return g.view(keys, (v.ne[0], *keys.ne[1:]), keys.nb[1:])
-        if self.step.flash:
-            nb = (_row(v_cache, v.ne[0]), v_cache.nb[1], v_cache.nb[2])
-            return g.view(v_cache, (v.ne[0], v.ne[1], cells, streams), nb)
+            return g.view(keys, (head, *keys.ne[1:]), keys.nb[1:])
+        if not self.step.v_trans:
+            nb = (_row(v_cache, head), v_cache.nb[1], v_cache.nb[2])
+            return g.view(v_cache, (head, heads, cells, streams), nb)
         element = v_cache.nb[0]
-        nb = (element * cells * v.ne[0], element * cells, v_cache.nb[2])
-        return g.view(v_cache, (cells, v.ne[1], v.ne[0], streams), nb)
+        nb = (element * cells * head, element * cells, v_cache.nb[2])
+        return g.view(v_cache, (cells, heads, head, streams), nb)
 
     def mha(self, layer: Layer, q: Node, k: Node, v: Node, v_mla: Node | None) -> Node:
         """build_attn_mha."""
@@ -304,7 +345,7 @@ class Builder(RecurrentBlocks):
         head = 4 * (nope + head_v)
         k_nope = g.view(both, (nope, s.n_head, n), (head, head * s.n_head))
         v = g.cont(g.view(both, (head_v, s.n_head, n), (head, head * s.n_head)))
-        q = g.rope(q, self.positions)
+        q = g.rope(q, self.positions, layer.get("rope_factors_long"))
         k = g.concat(k_nope, g.new("REPEAT", (rot, s.n_head, n), k_pe), 0)
         return self.linear(layer, "attn_output", self.attend(layer, q, k, v))
 
@@ -469,6 +510,8 @@ class Builder(RecurrentBlocks):
         after_attn = layer.get("post_attention_norm")
         if after_attn is not None and (layer.get("ffn_norm") is not None or style.post_norm):
             cur = self.norm(cur, after_attn, pin=pin)
+        if style.scaled_residual:
+            cur = g.scale(cur)
         cur = g.add(x, cur) if style.residual_first else g.add(cur, x)
         return self._after_mixer(layer, cur, pin)
 
@@ -496,6 +539,8 @@ class Builder(RecurrentBlocks):
         after = layer.get("post_ffw_norm")
         if after is not None:
             cur = self.norm(cur, after)
+        if style.scaled_residual:
+            cur = g.scale(cur)
         flip = style.residual_first or style.ffn_residual_first
         cur = g.add(residual, cur) if flip else g.add(cur, residual)
         if self.per_layer is not None and "inp_gate" in layer:

@@ -21,6 +21,7 @@ from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams
 from edgellm.planner.sched import HOST_BACKEND, PIPELINE_COPIES, Backend, assign, compute_sizes
+from edgellm.planner.types import is_quantized
 
 NO_GRAPH: Final = (LookupError, ArithmeticError, ValueError, AttributeError, TypeError)
 """What building a graph of tensors that do not belong together may end in."""
@@ -31,7 +32,6 @@ ROUGH: Final = {
     "plamo2": (2.0, 0.0),
     "rwkv6": (1.0, 14.4),
     "rwkv7": (1.0, 18.4),
-    "minicpm3": (0.0, 0.0),
     "kimi-linear": (0.0, 0.0),
 }
 """Graphs not followed step by step: (hidden states more, hidden states at least), as measured."""
@@ -70,6 +70,7 @@ def compute_bytes(
         swa_cells=cache.swa_cells,
         n_stream=cache.n_stream,
         flash=flash,
+        v_trans=params.flash_attn == "off",
         type_k=params.type_k,
         type_v=params.type_v,
         offload_kqv=params.offload_kqv,
@@ -111,6 +112,8 @@ def flash_resolves(
     """
     if params.flash_attn != "auto" or not gpus:
         return params.flash_attn != "off"
+    if is_quantized(params.type_v):  # llama_init_from_model: it is required, so it is on
+        return True
     host = len(gpus)
     places = [host if d == HOST else d for d in devices]
     experts = [host if il < params.n_cpu_moe else places[il] for il in range(shape.n_layer)]

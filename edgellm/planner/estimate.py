@@ -73,7 +73,7 @@ def estimate(
     flash = flash_resolves(shape, params, devices, gpus)
     held = device_tensors(shape, devices, params.n_cpu_moe)
     cache = settled_cache(shape, params)
-    kv, state = _caches(shape, params, cache, devices, flash)
+    kv, state = _caches(shape, params, cache, devices)
     compute = compute_bytes(
         shape,
         params,
@@ -163,12 +163,11 @@ def _caches(
     params: PlanParams,
     cache: CacheShape,
     devices: Sequence[int],
-    flash: bool,
 ) -> tuple[dict[int, int], dict[int, int]]:
     """KV and recurrent bytes by device."""
     kv: dict[int, int] = {}
     state: dict[int, int] = {}
-    v_width = padded_v_width(shape, flash)
+    v_width = padded_v_width(shape, params.flash_attn != "off")
     for il, layer in enumerate(shape.layers):
         where = devices[il] if params.offload_kqv else HOST
         kv[where] = kv.get(where, 0) + kv_bytes(layer, cache, params.type_k, params.type_v, v_width)

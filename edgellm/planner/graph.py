@@ -31,7 +31,8 @@ IN_PLACE: Final = frozenset(
 
 
 class Node:
-    """One tensor. ``place`` is the backend whose buffer holds it already (weights, caches)."""
+    """One tensor. ``place`` is the backend whose buffer holds it already (weights, caches);
+    ``row_pad``: the bytes that CUDA adds to a quantised tensor, to pad its last row."""
 
     __slots__ = (
         "addr",
@@ -49,6 +50,7 @@ class Node:
         "op",
         "pin",
         "place",
+        "row_pad",
         "seen",
         "size",
         "src",
@@ -68,6 +70,7 @@ class Node:
         self.is_input = False
         self.is_output = False
         self.is_weight = False
+        self.row_pad = 0
         self.place: int | None = None
         self.pin: int | None = None
         self.backend = -1
@@ -98,6 +101,15 @@ def row_size(kind: str, n: int) -> int:
         return _ELEMENT[kind] * n
     block, size = _BLOCKS[kind]
     return n // block * size
+
+
+MATRIX_ROW_PADDING: Final = 512
+"""[TAG_ALLOC_SIZE_EXPAND] in ggml-cuda.cu: the last row of a quantised tensor ends here."""
+
+
+def row_pad(kind: str, n: int) -> int:
+    """Bytes that CUDA allocates behind a quantised tensor with rows of ``n``."""
+    return row_size(kind, -n % MATRIX_ROW_PADDING)
 
 
 def dims(ne: Sequence[int]) -> Dims:
@@ -134,6 +146,8 @@ class Graph:
         node = self.leaf(kind, ne)
         node.place = place
         node.is_weight = weight
+        if kind in _BLOCKS:
+            node.row_pad = row_pad(kind, node.ne[0])
         return node
 
     # --- making nodes
@@ -151,6 +165,8 @@ class Graph:
 
     def _view(self, op: str, a: Node, ne: Dims, nb: Dims) -> Node:
         node = Node(op, a.type, ne, nb, _view_bytes(a.type, ne, nb))
+        if a.row_pad:
+            node.row_pad = row_pad(a.type, ne[0])
         node.src = [a]
         node.view = a.view if a.view is not None else a
         return node

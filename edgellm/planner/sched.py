@@ -201,6 +201,7 @@ def _copy(source: Node, copies: int) -> Node:
     """ggml_dup_tensor_layout."""
     copy = Node("NONE", source.type, source.ne, source.nb, source.size)
     copy.is_input = copy.is_output = copies > 1
+    copy.row_pad = source.row_pad
     return copy
 
 

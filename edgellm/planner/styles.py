@@ -39,7 +39,15 @@ class Style:
     gating: str = "softmax"
     """How experts are weighed: softmax, sigmoid, softmax_weight (after the choice)."""
     norm_weights: bool = True
+    scaled_residual: bool = False
+    """What attention and feed-forward add is scaled first."""
     embed_norm: bool = False
+    normed_v: bool = False
+    """V goes through a norm without weights."""
+    factors_of_full: bool = False
+    """RoPE's frequency factors are for the layers without a window only."""
+    borrows_cache: bool = False
+    """The last blocks attend to the cells of an earlier one."""
     positions: int = 1
     """4 for multi-section RoPE."""
 
@@ -69,23 +77,30 @@ _STYLES: Final[dict[str, Style]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
-    "gemma4": Style(late_outputs=True, keeps_hidden=True, scaled_input=True),
+    "gemma4": Style(
+        late_outputs=True,
+        keeps_hidden=True,
+        scaled_input=True,
+        normed_v=True,
+        factors_of_full=True,
+        borrows_cache=True,
+    ),
     "glm4moe": Style(gating="sigmoid", keeps_hidden=True),
     "gpt-oss": Style(
         late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
     ),
     "gptneox": Style(parallel="input"),
-    "granite": Style(scaled_input=True),
-    "granitehybrid": Style(scaled_input=True),
-    "granitemoe": Style(scaled_input=True),
+    "granite": Style(scaled_input=True, scaled_residual=True),
+    "granitehybrid": Style(scaled_input=True, scaled_residual=True),
+    "granitemoe": Style(scaled_input=True, scaled_residual=True),
     "jamba": Style(residual_first=True, norm_weights=False),
     "kimi-linear": Style(gating="sigmoid"),
     "lfm2": Style(residual_first=True),
     "lfm2moe": Style(residual_first=True, gating="sigmoid"),
     "mamba": Style(one_part=True),
     "mamba2": Style(one_part=True),
-    "minicpm": Style(scaled_input=True),
-    "minicpm3": Style(scaled_input=True),
+    "minicpm": Style(scaled_input=True, scaled_residual=True),
+    "minicpm3": Style(scaled_input=True, scaled_residual=True),
     "minimax-m2": _SIGMOID,
     "nemotron_h": Style(one_part=True, late_outputs=True, keeps_hidden=True),
     "nemotron_h_moe": Style(one_part=True, late_outputs=True, keeps_hidden=True, gating="sigmoid"),
