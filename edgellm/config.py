@@ -127,6 +127,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded: Annotated[int | None, Meta(description="models kept in memory at once")] = None
     ttl_s: Annotated[float | None, Meta(description="seconds idle before a model unloads")] = None
     max_waiting: Annotated[int, Meta(description="requests that may wait")] = 256
+    upstream: Annotated[
+        tuple[str, ...], Meta(description="other servers behind this one: URL or NAME=URL")
+    ] = ()
+    upstream_key: Annotated[str | None, Meta(description="the API key they are sent")] = None
+    upstream_limit: Annotated[
+        Positive | None, Meta(description="requests that each of them gets at once")
+    ] = None
     api_key_file: Annotated[str | None, Meta(description="a file of keys, one a line")] = None
     allowed_hosts: Annotated[
         tuple[str, ...], Meta(description="names the Host header may carry besides this machine's")

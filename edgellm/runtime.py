@@ -372,6 +372,10 @@ class Runtime:
         return self._find(name).spec
 
     def _find(self, name: str | None) -> _Entry:
+        if not self._entries:
+            raise ModelNotFoundError(
+                "no model is loaded by this server", hint="edgellm serve MODEL"
+            )
         if name is None or name == "default":
             return next(iter(self._entries.values()))
         known = self._names
@@ -674,7 +678,7 @@ def make_runtime(
     plan_request(settings)  # what is wrong with the settings is said before anything is served
     runs = backend or settings.engine.backend
     how = options if options is not None else engine_options(settings)
-    if runs == "llama":
+    if runs == "llama" and specs:
         require_engine()
 
     pool = Pool(plan.worker)

@@ -25,6 +25,7 @@ from edgellm.server.core import Limits, Options, Server
 from edgellm.server.run import Bind, open_sockets, run
 from edgellm.server.run import serve as run_server
 from edgellm.server.statefile import StateFile
+from edgellm.server.upstream.replicas import Upstreams, UpstreamSpec
 from edgellm.store import local
 from edgellm.units import parse_bytes
 
@@ -65,6 +66,13 @@ class ServeFlags:
     """The page at /."""
     alias: Annotated[list[str] | None, Parameter(group=_MODELS, **_MANY)] = None
     """NAME=MODEL, or with one model just NAME. The name * answers to every unknown name."""
+    upstream: Annotated[list[str] | None, Parameter(group=_MODELS, **_MANY)] = None
+    """Another OpenAI-compatible server behind this port: URL, NAME=URL or NAME=URL#MODEL.
+    Repeat it; servers of one model share its requests."""
+    upstream_key: Annotated[str | None, Parameter(group=_MODELS)] = None
+    """The API key that upstream servers are sent."""
+    upstream_limit: Annotated[int | None, Parameter(group=_MODELS)] = None
+    """Requests that each upstream gets at once; the others wait here, the urgent ones in front."""
     preload: Annotated[bool | None, Parameter(group=_MODELS, negative="--no-preload")] = None
     """Load the first model before saying ready. Default: when there is just one."""
     ttl: Annotated[float | None, Parameter(group=_MODELS)] = None
@@ -106,6 +114,9 @@ class ServeFlags:
             "serve.insecure": self.insecure,
             "serve.cors_origins": tuple(self.cors_origin) if self.cors_origin else None,
             "serve.allowed_hosts": tuple(self.allowed_host) if self.allowed_host else None,
+            "serve.upstream": tuple(self.upstream) if self.upstream else None,
+            "serve.upstream_key": self.upstream_key,
+            "serve.upstream_limit": self.upstream_limit,
             "serve.ttl_s": self.ttl,
             "serve.max_loaded": self.max_loaded,
             "serve.max_waiting": self.max_waiting,
@@ -144,14 +155,17 @@ def serve(
     """
     given = {**plan_flags.settings(), **sampling_flags.settings(), **flags.settings()}
     settings = with_parallel(config.load(given).settings)
-    specs = with_aliases(find_models(models or [], settings), flags.alias or [])
+    upstreams = upstreams_of(settings.serve, flags.alias or [])
+    # With other servers to serve, no model named means none of this machine's.
+    found = [] if upstreams is not None and not models else find_models(models or [], settings)
+    specs = with_aliases(found, _local_aliases(flags.alias or [], found, upstreams))
     state = StateFile()
     bind = bind_of(settings.serve)
     options = options_of(
         settings, bind, state, quiet=flags.quiet, priority=flags.priority, ui=flags.ui
     )
     first = flags.preload if flags.preload is not None else len(specs) == 1
-    run(_serve(specs, settings, options, bind, state, preload=first))
+    run(_serve(specs, settings, options, bind, state, preload=first, upstreams=upstreams))
 
 
 async def _serve(
@@ -162,14 +176,15 @@ async def _serve(
     state: StateFile,
     *,
     preload: bool,
+    upstreams: Upstreams | None = None,
 ) -> None:
     # The port first: it fails at once, where loading may take minutes.
     sockets = open_sockets(bind)
-    server = Server(make_runtime(specs, settings), options)
+    server = Server(make_runtime(specs, settings), options, upstreams)
     names = ", ".join(spec.name for spec in specs[:6]) + (", ..." if len(specs) > 6 else "")
 
     def ready(url: str) -> None:
-        print(f"serving {names} at {url}/v1", flush=True)
+        print(f"serving {_shown(names, upstreams)} at {url}/v1", flush=True)
 
     await run_server(
         server,
@@ -179,6 +194,40 @@ async def _serve(
         state=state,
         preload=[specs[0].name] if preload else [],
     )
+
+
+def _shown(names: str, upstreams: Upstreams | None) -> str:
+    """The models for the line that says what is served, and which upstreams do not answer."""
+    if upstreams is None:
+        return names
+    for replica in upstreams.replicas:
+        if not replica.is_up:
+            print(f"edgellm: warning: {replica.error}; it is asked again", file=sys.stderr)
+    return ", ".join([*([names] if names else []), *upstreams.groups]) or "nothing yet"
+
+
+def upstreams_of(serve: ServeSettings, aliases: Sequence[str]) -> Upstreams | None:
+    """The other servers that the settings name, or None."""
+    if not serve.upstream:
+        return None
+    pairs = [text.split("=", 1) for text in aliases if "=" in text]
+    return Upstreams(
+        [UpstreamSpec.parse(text) for text in serve.upstream],
+        key=serve.upstream_key,
+        limit=serve.upstream_limit,
+        max_waiting=serve.max_waiting,
+        aliases=[(n.strip(), target) for names, target in pairs for n in names.split(",")],
+    )
+
+
+def _local_aliases(
+    aliases: Sequence[str], specs: Sequence[ModelSpec], upstreams: Upstreams | None
+) -> list[str]:
+    """The aliases of this machine's models; what upstreams have is not known yet."""
+    if upstreams is None:
+        return list(aliases)
+    names = {name for spec in specs for name in (spec.name, spec.ref, *spec.aliases)}
+    return [text for text in aliases if text.partition("=")[2] in names]
 
 
 def with_parallel(settings: Settings) -> Settings:

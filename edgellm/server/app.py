@@ -18,6 +18,7 @@ from edgellm.server.errors import Problem, anthropic_body, openai_body, problem
 from edgellm.server.http import JSON, Call, Receive, Scope, Send, encode
 from edgellm.server.log import log_request
 from edgellm.server.routes import PARAMETER_ROUTES, ROUTES, Route
+from edgellm.server.upstream.passing import forward
 
 Handler = Callable[[Server, Call], Awaitable[None]]
 
@@ -71,7 +72,10 @@ class App:
                 code="shutting_down",
                 headers=((b"connection", b"close"), (b"retry-after", b"5")),
             )
-        await find_route(call).handler(server, call)
+        route = find_route(call)
+        if server.upstreams is not None and await forward(server, server.upstreams, call):
+            return
+        await route.handler(server, call)
 
     async def _ended(self, call: Call) -> bool:
         """Whether the cancellation was the client's going away, or the time limit's."""

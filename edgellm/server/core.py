@@ -22,6 +22,7 @@ from edgellm.server.http import Call, encode
 from edgellm.server.prom import Metrics
 from edgellm.server.sse import COMMENT, Hub, Stream
 from edgellm.server.store import ResponseStore
+from edgellm.server.upstream.replicas import Upstreams
 from edgellm.units import MiB
 
 
@@ -105,9 +106,16 @@ class View:
 class Server:
     """Everything the handlers share."""
 
-    def __init__(self, runtime: Runtime, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        options: Options | None = None,
+        upstreams: Upstreams | None = None,
+    ) -> None:
         options = options or Options()
         self.runtime = runtime
+        self.upstreams = upstreams
+        """Other servers whose models this one offers too."""
         self.options = options
         self.access = Access(options.policy)
         self.metrics = Metrics()
@@ -176,4 +184,8 @@ class Server:
 
     async def run_background(self) -> list[asyncio.Task[Any]]:
         """Start what runs beside the requests; whoever called cancels the tasks."""
-        return [asyncio.create_task(self.hub.run(), name="sse-comments")]
+        tasks = [asyncio.create_task(self.hub.run(), name="sse-comments")]
+        if self.upstreams is not None:
+            await self.upstreams.check()
+            tasks.append(asyncio.create_task(self.upstreams.watch(), name="upstreams"))
+        return tasks

@@ -47,6 +47,7 @@ COUNTERS: Final = {
     "edgellm_prompt_tokens_total": "Prompt tokens, cached ones included.",
     "edgellm_cached_tokens_total": "Prompt tokens that a cached prefix saved.",
     "edgellm_generated_tokens_total": "Generated tokens.",
+    "edgellm_upstream_requests_total": "Requests passed to other servers, by outcome.",
 }
 
 Labels = tuple[tuple[str, str], ...]

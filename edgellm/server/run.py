@@ -190,6 +190,8 @@ async def serve(
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            if server.upstreams is not None:
+                server.upstreams.close()
             await server.runtime.close()
             log.write("stopped")
 

@@ -9,11 +9,14 @@ from edgellm.errors import ModelNotFoundError
 from edgellm.runtime import ModelStatus
 from edgellm.server.core import Server
 from edgellm.server.http import Call
+from edgellm.server.upstream.replicas import Group
 
 
 async def list_models(server: Server, call: Call) -> None:
     """The list; both APIs' clients read it."""
     data = [describe(server, status) for status in server.runtime.models()]
+    if server.upstreams is not None:
+        data += [_describe_group(server, g) for g in server.upstreams.groups.values()]
     await call.json(
         {
             "object": "list",
@@ -28,12 +31,38 @@ async def list_models(server: Server, call: Call) -> None:
 async def get_model(server: Server, call: Call) -> None:
     """One model, by name or alias."""
     name = call.path.removeprefix("/v1/models/")
+    group = server.upstreams.find(name) if server.upstreams is not None else None
+    if group is not None:
+        await call.json(_describe_group(server, group))
+        return
     wanted = server.runtime.find(name)
     for status in server.runtime.models():
         if status.name == wanted.name:
             await call.json(describe(server, status))
             return
     raise ModelNotFoundError(f"the model {name[:200]!r} does not exist here")
+
+
+def _describe_group(server: Server, group: Group) -> dict[str, Any]:
+    """A model of other servers, in the shape of one of this server's."""
+    aliases = server.upstreams.aliases if server.upstreams is not None else {}
+    names = tuple(a for a, target in aliases.items() if target == group.name)
+    state = ModelStatus(
+        name=group.name,
+        ref="upstream",
+        aliases=names,
+        tags=("upstream",),
+        state="loaded" if group.is_up else "failed",
+        fraction=1.0,
+        in_use=group.in_flight,
+        waiting=group.n_waiting,
+        error=None if group.is_up else "; ".join(r.error for r, _ in group.members),
+    )
+    body = describe(server, state)
+    lengths = [r.contexts[there] for r, there in group.members if there in r.contexts]
+    if lengths:
+        body["max_model_len"] = body["context_length"] = min(lengths)
+    return body
 
 
 def describe(server: Server, status: ModelStatus) -> dict[str, Any]:

@@ -32,6 +32,12 @@ async def health(server: Server, call: Call) -> None:
     leases = server.runtime.loaded()
     answers = await asyncio.gather(*(_ping(lease) for lease in leases))
     dead = {name: error for name, error in answers if error is not None}
+    if server.upstreams is not None:
+        # One replica is enough; which ones are down is in the stats and metrics.
+        groups = server.upstreams.groups.values()
+        dead |= {g.name: "no server for it is up" for g in groups if not g.is_up}
+        if not groups and not leases:
+            dead["upstream"] = "; ".join(r.error for r in server.upstreams.replicas)
     if dead:
         await call.json({"status": "error", "engines": dead}, status=503)
         return
@@ -104,6 +110,7 @@ def _gauges(server: Server, found: list[tuple[Lease, EngineStats]]) -> Iterator[
     }
     yield Gauge("edgellm_prefix_misses_total", "Prompts that shared nothing.", misses, "counter")
     yield from _memory(found)
+    yield from _upstreams(server)
     runtime = server.runtime
     states: dict[prom.Labels, float] = {
         (("model", m.name), ("state", m.state)): 1.0 for m in runtime.models()
@@ -114,6 +121,28 @@ def _gauges(server: Server, found: list[tuple[Lease, EngineStats]]) -> Iterator[
     yield Gauge("edgellm_model_unloads_total", "Unloads.", {(): runtime.n_unloads}, "counter")
     yield Gauge("edgellm_start_time_seconds", "When it started.", {(): server.started_at})
     yield Gauge("edgellm_build_info", "The version.", {(("version", __version__),): 1})
+
+
+def _upstreams(server: Server) -> Iterator[Gauge]:
+    if server.upstreams is None:
+        return
+    replicas = server.upstreams.replicas
+
+    def by_url(name: str) -> dict[prom.Labels, float]:
+        return {(("upstream", r.origin.url),): float(getattr(r, name)) for r in replicas}
+
+    yield Gauge("edgellm_upstream_up", "1 when it answers.", by_url("is_up"))
+    yield Gauge("edgellm_upstream_in_flight", "Open requests there.", by_url("in_flight"))
+    text = "Requests given to it."
+    yield Gauge("edgellm_upstream_given_total", text, by_url("n_requests"), "counter")
+    failed = by_url("n_failed")
+    yield Gauge("edgellm_upstream_failures_total", "Times it broke off.", failed, "counter")
+    waiting: dict[prom.Labels, float] = {
+        (("model", g.name),): float(g.n_waiting) for g in server.upstreams.groups.values()
+    }
+    yield Gauge("edgellm_upstream_waiting", "Requests that wait for room.", waiting)
+    n_retries: dict[prom.Labels, float] = {(): float(server.upstreams.n_retries)}
+    yield Gauge("edgellm_upstream_retries_total", "Asked another.", n_retries, "counter")
 
 
 def _memory(found: list[tuple[Lease, EngineStats]]) -> Iterator[Gauge]:
@@ -185,8 +214,27 @@ async def stats(server: Server, call: Call) -> None:
             "models": [msgspec.to_builtins(m) for m in server.runtime.models()],
             "engines": engines,
             "warnings": list(server.runtime.warnings),
+            "upstreams": _upstream_stats(server),
         }
     )
+
+
+def _upstream_stats(server: Server) -> list[dict[str, Any]]:
+    if server.upstreams is None:
+        return []
+    return [
+        {
+            "url": r.origin.url,
+            "is_up": r.is_up,
+            "error": r.error or None,
+            "models": list(r.models),
+            "in_flight": r.in_flight,
+            "limit": r.limit,
+            "n_requests": r.n_requests,
+            "n_failed": r.n_failed,
+        }
+        for r in server.upstreams.replicas
+    ]
 
 
 async def plans(server: Server, call: Call) -> None:

@@ -1,0 +1,1 @@
+"""Other servers behind this one's port."""

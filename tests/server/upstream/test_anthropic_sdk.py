@@ -1,0 +1,3 @@
+"""What the anthropic client expects of a server, through another one."""
+
+from tests.server.test_anthropic_sdk import *  # noqa: F403
