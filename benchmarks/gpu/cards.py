@@ -32,9 +32,9 @@ import synthetic
 from ballast import emulated_card
 
 from edgellm import devices
-from edgellm.engine.client import Engine
-from edgellm.engine.info import EngineOptions
-from edgellm.errors import EdgeLLMError
+from edgellm.engine.client import Engine, OnProgress
+from edgellm.engine.info import EngineOptions, LoadProgress
+from edgellm.errors import EdgeLLMError, EngineError
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
 from edgellm.planner.fit import make_plan
@@ -43,15 +43,13 @@ from edgellm.request import Request, SamplingParams, TokenEvent
 from edgellm.units import GiB, MiB
 
 PAIRS = (
-    (4, "qwen3-4b"),
-    (4, "llama-2-7b"),
     (4, "llama-3.1-8b"),
     (6, "llama-3.1-8b"),
     (6, "qwen3-8b"),
-    (6, "gpt-oss-20b"),
+    (4, "qwen3-4b"),
     (8, "gemma-3-12b"),
-    (8, "gpt-oss-20b"),
     (12, "gemma-3-12b"),
+    (8, "gpt-oss-20b"),
     (12, "gpt-oss-20b"),
     (12, "qwen3-30b-a3b"),
     (16, "qwen3-30b-a3b"),
@@ -105,9 +103,18 @@ async def fill(engine: Engine) -> None:
     await asyncio.gather(*jobs)
 
 
-async def time_plan(plan: Plan, name: str, *, filled: bool) -> tuple[Trial, dict[str, Any]]:
+def no_second_try(progress: LoadProgress) -> None:
+    """A trial that steps down the ladder is no trial of what it was asked for."""
+    if progress.stage == "fallback":
+        raise EngineError(f"out of memory ({progress.message})")
+
+
+async def time_plan(
+    plan: Plan, name: str, *, filled: bool, on_progress: OnProgress | None = None
+) -> tuple[Trial, dict[str, Any]]:
     """Load, fill when asked, and time one stream (the better of two)."""
-    engine = await Engine.load(plan, options=EngineOptions(restart=False))
+    options = EngineOptions(restart=False)
+    engine = await Engine.load(plan, options=options, on_progress=on_progress)
     try:
         if filled:
             await fill(engine)
@@ -137,11 +144,9 @@ async def time_plan(plan: Plan, name: str, *, filled: bool) -> tuple[Trial, dict
 
 async def attempt(plan: Plan, name: str) -> Trial:
     try:
-        trial, report = await time_plan(plan, name, filled=False)
+        trial, _ = await time_plan(plan, name, filled=False, on_progress=no_second_try)
     except EdgeLLMError as error:
         return Trial(name, None, None, plan.params.n_gpu_layers, error=error.message[-160:])
-    if report["fallbacks"]:
-        return Trial(name, None, None, plan.params.n_gpu_layers, error="out of memory")
     return trial
 
 
@@ -154,13 +159,14 @@ def neighbours(plan: Plan, shape: ModelShape) -> Iterator[tuple[str, dict[str, A
     kept["n_cpu_moe"] = p.n_cpu_moe
     if shape.n_expert:
         for n in (p.n_cpu_moe - 2, p.n_cpu_moe - 1, p.n_cpu_moe + 2):
-            if 0 <= n <= shape.n_layer and n != p.n_cpu_moe:
+            if 0 <= n <= shape.n_layer:
                 yield f"cpu-moe {n}", kept | {"n_cpu_moe": n}
-    for n in (layers - 2, layers + 1, layers + 2):
-        if 0 <= n <= every:
-            yield f"ngl {n}", kept | {"n_gpu_layers": n}
-    for n_ubatch in {64, 256, 512} - {p.n_ubatch}:
-        yield f"ub {n_ubatch}", kept | {"n_ubatch": n_ubatch}
+    if p.n_cpu_moe == 0:
+        for n in (layers - 2, layers + 1, layers + 2):
+            if 0 <= n <= every:
+                yield f"ngl {n}", kept | {"n_gpu_layers": n}
+    other = 64 if p.n_ubatch > 64 else 512
+    yield f"ub {other}", kept | {"n_ubatch": other}
 
 
 def fixed_plan(shape: ModelShape, base: Plan, change: dict[str, Any]) -> Plan:

@@ -95,7 +95,7 @@ def run_one(case: Case) -> dict[str, Any]:
 
     request = PlanRequest(fixed=True, force=True, **case.request)
     plan = make_plan(model_shape(read_gguf(case.path)), devices.probe(), request)
-    options = EngineOptions(attach_top_k=0)
+    options = EngineOptions()
     pynvml.nvmlInit()
     before = used_by_device(pynvml)
     began = time.monotonic()
