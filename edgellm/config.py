@@ -8,6 +8,7 @@ new field below, nothing else.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,12 @@ SECRET_KEYS: Final = {"serve.api_key"}
 
 # Bytes; written as 6GiB, 512MiB or a number.
 Size = Annotated[int | None, Meta(extra={"size": True})]
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
+# llama.cpp takes these as int32_t.
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Sequences = Annotated[int, Meta(ge=1, le=256)]  # LLAMA_MAX_SEQ (src/llama-cparams.h)
+Threads = Annotated[int, Meta(ge=1, le=512)]  # GGML_MAX_N_THREADS (ggml.h)
+Seconds = Annotated[float, Meta(ge=0)]
 OnOff = Literal["on", "off"]
 OnOffAuto = Literal["on", "off", "auto"]
 
@@ -47,7 +52,7 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner is asked for; None lets it choose."""
 
     ctx: Annotated[Positive | None, Meta(description="cells for all sequences together")] = None
-    parallel: Annotated[Positive | None, Meta(description="sequences at once")] = None
+    parallel: Annotated[Sequences | None, Meta(description="sequences at once")] = None
     ngl: Annotated[str | None, Meta(description="layers on the GPU: N, auto or all")] = None
     batch: Annotated[Positive | None, Meta(description="tokens a decode call takes")] = None
     ubatch: Annotated[Positive | None, Meta(description="tokens computed at once")] = None
@@ -67,8 +72,8 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     main_gpu: Annotated[
         Natural | None, Meta(description="the card that holds what is not split")
     ] = None
-    threads: Annotated[Positive | None, Meta(description="CPU threads for decoding")] = None
-    threads_batch: Annotated[Positive | None, Meta(description="CPU threads for prompts")] = None
+    threads: Annotated[Threads | None, Meta(description="CPU threads for decoding")] = None
+    threads_batch: Annotated[Threads | None, Meta(description="CPU threads for prompts")] = None
     mmap: Annotated[bool | None, Meta(description="map the file instead of reading it")] = None
     mlock: Annotated[bool | None, Meta(description="keep the weights from being swapped")] = None
     vram: Annotated[
@@ -124,9 +129,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], Meta(description="origins browsers may call from")
     ] = ()
     max_body: Annotated[Size, Meta(description="largest request body")] = 32 * 1024 * 1024
-    max_loaded: Annotated[int | None, Meta(description="models kept in memory at once")] = None
-    ttl_s: Annotated[float | None, Meta(description="seconds idle before a model unloads")] = None
-    max_waiting: Annotated[int, Meta(description="requests that may wait")] = 256
+    max_loaded: Annotated[Positive | None, Meta(description="models kept in memory at once")] = None
+    ttl_s: Annotated[Seconds | None, Meta(description="seconds idle before a model unloads")] = None
+    max_waiting: Annotated[Natural, Meta(description="requests that may wait")] = 256
     upstream: Annotated[
         tuple[str, ...], Meta(description="other servers behind this one: URL or NAME=URL")
     ] = ()
@@ -138,14 +143,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[
         tuple[str, ...], Meta(description="names the Host header may carry besides this machine's")
     ] = ()
-    rate_limit: Annotated[int | None, Meta(description="requests a minute and key")] = None
-    max_concurrent: Annotated[int | None, Meta(description="open requests a key")] = None
-    body_timeout_s: Annotated[float, Meta(description="seconds a body may take to arrive")] = 30.0
-    request_timeout_s: Annotated[float | None, Meta(description="seconds an answer may take")] = (
+    rate_limit: Annotated[Positive | None, Meta(description="requests a minute and key")] = None
+    max_concurrent: Annotated[Positive | None, Meta(description="open requests a key")] = None
+    body_timeout_s: Annotated[Seconds, Meta(description="seconds a body may take to arrive")] = 30.0
+    request_timeout_s: Annotated[Seconds | None, Meta(description="seconds an answer may take")] = (
         3600.0
     )
-    keepalive_s: Annotated[float, Meta(description="silence before a comment on a stream")] = 10.0
-    drain_s: Annotated[float, Meta(description="seconds running requests get at the end")] = 30.0
+    keepalive_s: Annotated[Seconds, Meta(description="silence before a comment on a stream")] = 10.0
+    drain_s: Annotated[Seconds, Meta(description="seconds running requests get at the end")] = 30.0
     tls_cert: Annotated[str | None, Meta(description="certificate chain, PEM")] = None
     tls_key: Annotated[str | None, Meta(description="private key, PEM")] = None
     log_level: Annotated[
@@ -159,8 +164,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     backend: Annotated[
         Literal["llama", "scripted"], Meta(description="scripted needs no model: for trials")
     ] = "llama"
-    itl_target_s: Annotated[float | None, Meta(description="longest gap between tokens")] = None
-    step_budget: Annotated[int | None, Meta(description="tokens one step may carry")] = None
+    itl_target_s: Annotated[Seconds | None, Meta(description="longest gap between tokens")] = None
+    step_budget: Annotated[Positive | None, Meta(description="tokens one step may carry")] = None
     spec: Annotated[
         Literal["off", "auto", "ngram", "draft"] | None, Meta(description="speculative decoding")
     ] = None
@@ -331,7 +336,7 @@ def read_profile(name: str) -> ProfileFile:
     """The profile of that name, the person's own folder before the shipped ones."""
     for folder in paths.profile_dirs():
         path = folder / f"{name}.toml"
-        if path.is_file():
+        if paths.exists(path) and path.is_file():
             return _parse_profile(name, path)
     names = list_profiles()
     near = _nearest(name, names)
@@ -353,6 +358,8 @@ def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     """
     path = paths.config_file()
     value = _checked(key, value)
+    if key == "profile" and value is not None:
+        read_profile(str(value))  # else every later command would fail for it
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     changed = _edit(text, key, value)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -404,8 +411,8 @@ def _toml_literal(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_literal(part) for part in value) + "]"
-    # A JSON string is a TOML basic string.
-    return msgspec.json.encode(str(value)).decode()
+    # A JSON string is a TOML basic string, but for DEL.
+    return msgspec.json.encode(str(value)).decode().replace("\x7f", "\\u007f")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -533,7 +540,10 @@ def _convert(known: Known, value: Any, origin: Origin) -> Any:
             value = "on" if value else "off"
         elif isinstance(value, int) and not isinstance(value, bool) and known.is_text:
             value = str(value)
-        return msgspec.convert(value, known.type, strict=False)
+        converted = msgspec.convert(value, known.type, strict=False)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError(f"expected a number, got {value!r}")
+        return converted
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(
             f"{known.key} ({origin}): {_plain(error, value)}",

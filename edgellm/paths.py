@@ -5,6 +5,7 @@ Nothing here creates a folder; whoever writes a file does.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Final
@@ -15,10 +16,29 @@ _APP: Final = "edgellm"
 _PACKAGE: Final = Path(__file__).parent
 
 
+def expand(text: str) -> Path:
+    """``text`` with a leading ``~`` replaced; as it is, like in a shell, when nobody is called so.
+
+    Path.expanduser raises RuntimeError there, and for a user without a home.
+    """
+    return Path(os.path.expanduser(text))
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there. False, too, for a name too long to be there; raises OSError when
+    that cannot be said, as in a folder that may not be read."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
+
+
 def home() -> Path | None:
     """EDGELLM_HOME as a path, or None when every folder follows the system's own rules."""
     value = os.environ.get("EDGELLM_HOME")
-    return Path(value).expanduser() if value else None
+    return expand(value) if value else None
 
 
 def _folder(kind: str, system_folder: str) -> Path:
@@ -44,7 +64,7 @@ def config_dir() -> Path:
 def config_file() -> Path:
     """config.toml, or the file that EDGELLM_CONFIG names."""
     named = os.environ.get("EDGELLM_CONFIG")
-    return Path(named).expanduser() if named else config_dir() / "config.toml"
+    return expand(named) if named else config_dir() / "config.toml"
 
 
 def state_dir() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -218,7 +219,7 @@ def _tensor_split(text: str | None) -> tuple[float, ...] | None:
         raise ConfigError(
             f"plan.tensor_split: {text!r} is not a list of numbers", hint="--tensor-split 3,1"
         ) from error
-    if min(shares) < 0 or sum(shares) <= 0:
+    if not all(0 <= share < math.inf for share in shares) or sum(shares) <= 0:
         raise ConfigError(f"plan.tensor_split: {text!r} leaves no card a share")
     return shares
 

@@ -215,6 +215,7 @@ def test_set_in_file_keeps_other_lines_and_comments() -> None:
         ("tui.animations", "false"),
         ("chat.temperature", "0.5"),
         ("chat.system", 'say "yes"\nor \\ no'),
+        ("chat.system", "no delete \x7f key"),
         ("serve.api_key", "a,b"),
         ("plan.ngl", "-1"),
     ],

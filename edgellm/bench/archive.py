@@ -14,6 +14,8 @@ from edgellm.bench.results import BenchRun
 from edgellm.errors import ConfigError, EdgeLLMError
 from edgellm.paths import state_dir
 
+_DIGITS: Final = 18  # of a number that SQLite can hold
+
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE runs (
@@ -138,9 +140,11 @@ class Archive:
 
     def _find(self, db: sqlite3.Connection, ref: str) -> Any:
         select = "SELECT id, kind, document FROM runs "
-        if ref.isdecimal():
+        if ref.isdecimal() and len(ref) < _DIGITS:
             return db.execute(select + "WHERE id = ?", (int(ref),)).fetchone()
-        if ref == "last" or (ref.startswith("last-") and ref[5:].isdecimal()):
+        if ref == "last" or (
+            ref.startswith("last-") and ref[5:].isdecimal() and len(ref) < _DIGITS
+        ):
             back = int(ref[5:] or 0) if ref != "last" else 0
             return db.execute(
                 select + "WHERE kind = 'bench' ORDER BY id DESC LIMIT 1 OFFSET ?", (back,)

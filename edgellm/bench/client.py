@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from edgellm.errors import ConfigError
+
 MAX_ERROR_BODY: Final = 64 * 1024
 _TIMEOUT_S: Final = 600.0
 
@@ -34,13 +36,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
-        """From ``http://host:port[/base][/v1]``; raises ValueError on another scheme."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        """From ``http://host:port[/base][/v1]``; raises ConfigError on another scheme."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            given_port = parts.port
+        except ValueError as error:  # a port of 99999, http://[
+            raise ConfigError(f"{url!r} is not an address: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not an http(s) address")
+            raise ConfigError(f"{url!r} is not an http(s) address")
         tls = parts.scheme == "https"
         base = parts.path.rstrip("/").removesuffix("/v1")
-        port = parts.port or (443 if tls else 80)
+        port = given_port or (443 if tls else 80)
         return cls(host=parts.hostname, port=port, tls=tls, base=base, api_key=api_key)
 
     @property

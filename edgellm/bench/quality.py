@@ -215,7 +215,8 @@ def read_text(path: str | None) -> str:
     try:
         raw = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        what = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"{path}: {what}") from error
     return "\n\n".join(_prompts(raw)) if path.endswith(".jsonl") else raw
 
 

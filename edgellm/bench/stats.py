@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,9 +93,11 @@ def parse_seconds(text: str) -> float:
     for suffix, scale in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("", 1.0)):
         if text.endswith(suffix):
             try:
-                return float(text.removesuffix(suffix) if suffix else text) * scale
+                seconds = float(text.removesuffix(suffix) if suffix else text) * scale
             except ValueError:
                 break
+            if 0 <= seconds < math.inf:
+                return seconds
     raise ConfigError(f"{text!r} is not a time; write 50ms, 1.5s or 2m")
 
 

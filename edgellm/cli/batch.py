@@ -16,10 +16,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from edgellm import config
+from edgellm import config, paths
 from edgellm.cli.answer import sampling
 from edgellm.cli.errors import FAILED, UsageError
-from edgellm.cli.flags import PlanFlags, SamplingFlags
+from edgellm.cli.flags import AT_LEAST_1, PlanFlags, SamplingFlags
 from edgellm.cli.serve import find_models, with_parallel
 from edgellm.config import Settings
 from edgellm.request import Overflow, Priority
@@ -76,7 +76,7 @@ def batch(
     *,
     output: Annotated[Path, Parameter(name=("--output", "-o"))],
     model: Annotated[str | None, Parameter(name=("--model", "-m"))] = None,
-    concurrency: int | None = None,
+    concurrency: Annotated[int | None, AT_LEAST_1] = None,
     engine: Literal["llama", "scripted"] | None = None,
     overflow: Literal["error", "slide"] | None = None,
     json: bool = False,
@@ -115,6 +115,7 @@ def batch(
     }
     settings = with_parallel(config.load(flags).settings)
     n_lines = check_input(requests)
+    check_output(output, requests)
     done = resume(output)
     tally = Tally(n_lines, len(done))
     at_once = concurrency or 2 * (settings.plan.parallel or 1)
@@ -146,7 +147,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def check_input(path: Path) -> int:
     """Count the lines after checking each; UsageError names the first that cannot be used."""
-    if not path.is_file():
+    if not (paths.exists(path) and path.is_file()):
         raise UsageError(f"{path} is not a file", hint="edgellm batch IN.jsonl -o OUT.jsonl")
     seen: dict[str, int] = {}
     for number, data in lines(path):
@@ -174,6 +175,31 @@ def parse(data: bytes, where: str) -> Line:
             hint=f"POST to one of {', '.join(sorted(URLS))}",
         )
     return line
+
+
+def check_output(output: Path, requests: Path) -> None:
+    """UsageError when the answers would go over something else than answers: :func:`resume` takes
+    out of the file what is none."""
+    if not os.path.lexists(output):
+        return
+    if output.is_dir() or output.samefile(requests):
+        raise UsageError(f"{str(output)!r} cannot be the output", hint="-o OUT.jsonl")
+    if not output.is_file():
+        return  # /dev/stdout
+    for number, data in lines(output):
+        if data.endswith(b"\n") and not _is_answer(data):  # what a kill cut off has no end
+            raise UsageError(
+                f"{output}:{number} is no answer of a batch, and the file is left alone",
+                hint="-o another file",
+            )
+
+
+def _is_answer(data: bytes) -> bool:
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    return "custom_id" in fields and "response" in fields
 
 
 def resume(output: Path) -> set[str]:

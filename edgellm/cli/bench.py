@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 from contextlib import AsyncExitStack
@@ -26,6 +27,7 @@ from edgellm.bench.stats import Objective, parse_seconds
 from edgellm.bench.target import RunningServer, Target, edgellm_spec, find_target
 from edgellm.bench.tune import Result
 from edgellm.cli.errors import UsageError
+from edgellm.cli.flags import AT_LEAST_0, AT_LEAST_1
 from edgellm.cli.tune import steps_table
 from edgellm.runtime import local_path
 
@@ -39,12 +41,12 @@ def bench(
     scenario: Annotated[str, Parameter(name=("--scenario", "-s"))] = "chat",
     concurrency: Annotated[str, Parameter(name=("--concurrency", "-c"))] = "1,4,8",
     rate: str | None = None,
-    requests: Annotated[int | None, Parameter(name=("--requests", "-n"))] = None,
+    requests: Annotated[int | None, Parameter(name=("--requests", "-n")), AT_LEAST_1] = None,
     seconds: str = "0",
-    repeats: int = 3,
-    prompt_words: int | None = None,
-    shared_words: int | None = None,
-    max_tokens: int | None = None,
+    repeats: Annotated[int, AT_LEAST_1] = 3,
+    prompt_words: Annotated[int | None, AT_LEAST_0] = None,
+    shared_words: Annotated[int | None, AT_LEAST_0] = None,
+    max_tokens: Annotated[int | None, AT_LEAST_1] = None,
     objective: str | None = None,
     model: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None,
@@ -113,7 +115,7 @@ def bench(
         scenario=scenario_from(
             scenario, prompt_words=prompt_words, shared_words=shared_words, max_tokens=max_tokens
         ),
-        concurrency=tuple(int(n) for n in _numbers(concurrency, "--concurrency")),
+        concurrency=_counts(concurrency, "--concurrency"),
         rates=_numbers(rate, "--rate") if rate else (),
         n_requests=requests,
         seconds=parse_seconds(seconds),
@@ -122,6 +124,9 @@ def bench(
         seed=seed,
         timeout_s=parse_seconds(timeout),
     )
+    if html and not Path(html).absolute().parent.is_dir():
+        # Known before the minutes of a run, not after.
+        raise UsageError(f"--html: {Path(html).absolute().parent} is not a folder")
     run = asyncio.run(
         _measure(_Where(target, model, api_key, tuple(serve_args.split())), config, label)
     )
@@ -242,9 +247,16 @@ def _numbers(text: str, flag: str) -> tuple[float, ...]:
         values = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(f"{flag} takes numbers such as 1,4,8, not {text!r}") from error
-    if not values or min(values) <= 0:
+    if not all(0 < value < math.inf for value in values):
         raise UsageError(f"{flag} must be above 0, not {text!r}")
     return values
+
+
+def _counts(text: str, flag: str) -> tuple[int, ...]:
+    values = _numbers(text, flag)
+    if any(value != int(value) for value in values):
+        raise UsageError(f"{flag} takes whole numbers such as 1,4,8, not {text!r}")
+    return tuple(int(value) for value in values)
 
 
 class _Where(NamedTuple):

@@ -86,8 +86,9 @@ def chat(
 
 def _prompt(given: str | None) -> str | None:
     """The prompt from --prompt and from a pipe; None when this is a conversation."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    if given is None and (sys.stdin is None or sys.stdin.isatty()):
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    piped = "" if sys.stdin is None or at_terminal else sys.stdin.read()
+    if given is None and at_terminal:
         return None
     text = "\n\n".join(part for part in (given or "", piped) if part.strip())
     if not text.strip():

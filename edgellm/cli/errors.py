@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import sys
 import traceback
@@ -42,6 +44,17 @@ EXIT_CODES: Final[tuple[tuple[type[EdgeLLMError], int], ...]] = (
 )
 
 
+_MOVE: Final = "edgellm doctor shows the folders; EDGELLM_HOME moves them"
+_SYSTEM_HINTS: Final = {
+    errno.ENOSPC: "make room on that disk; " + _MOVE,
+    errno.EDQUOT: "make room in your quota; " + _MOVE,
+    errno.EROFS: _MOVE,
+    errno.EACCES: "use another path, or mend its permissions",
+    errno.EPERM: "use another path, or mend its permissions",
+    errno.EMFILE: "ulimit -n 4096",
+}
+
+
 class UsageError(EdgeLLMError):
     """The command line itself is wrong."""
 
@@ -57,7 +70,7 @@ def report(error: EdgeLLMError, *, as_json: bool) -> int:
     """Print one error to stderr; return its exit code."""
     code = exit_code(error)
     if as_json:
-        _print(msgspec.json.encode(to_json(error, code), enc_hook=str).decode())
+        _print(_encode(to_json(error, code)))
         return code
     _print(f"edgellm: error: {one_line(error.message)}")
     if error.hint:
@@ -65,10 +78,23 @@ def report(error: EdgeLLMError, *, as_json: bool) -> int:
     return code
 
 
+def _system_error(error: OSError) -> EdgeLLMError:
+    """What the system refused (a full disk, no permission): the path, its words and what helps."""
+    what = error.strerror or str(error) or type(error).__name__
+    at = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    hint = _SYSTEM_HINTS.get(error.errno or 0)
+    return EdgeLLMError(f"{at}{what}", hint=hint)
+
+
 def report_unexpected(error: BaseException, *, as_json: bool) -> int:
-    """An error nobody planned for: its class and text, the traceback when EDGELLM_DEBUG is set."""
+    """An error nobody planned for: its class and text, the traceback when EDGELLM_DEBUG is set.
+
+    What the system refuses (OSError) is no defect of ours, and is not called unexpected.
+    """
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
+    if isinstance(error, OSError):
+        return report(_system_error(error), as_json=as_json)
     wrapped = EdgeLLMError(
         f"unexpected {type(error).__name__}: {error}",
         hint="run it again with EDGELLM_DEBUG=1 and report what it prints",
@@ -88,6 +114,13 @@ def to_json(error: EdgeLLMError, code: int) -> dict[str, Any]:
             **attributes,
         }
     }
+
+
+def _encode(document: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(document, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a file name that is not UTF-8 (surrogateescape)
+        return json.dumps(document, default=str)
 
 
 def one_line(text: str) -> str:

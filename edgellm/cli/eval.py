@@ -25,6 +25,7 @@ from edgellm.bench.quality import Divergence, Perplexity
 from edgellm.bench.regress import Answer, Ballot, Case, Row, Tally
 from edgellm.bench.variant import Variant, opened
 from edgellm.cli.errors import UsageError
+from edgellm.cli.flags import AT_LEAST_1, AT_LEAST_16
 from edgellm.errors import DiskFullError
 from edgellm.units import format_bytes
 
@@ -41,8 +42,8 @@ _TEXT = "A text, or a .jsonl of prompts; Python's own language reference otherwi
 def perplexity(
     *variants: str,
     text: str | None = None,
-    chunks: int | None = 16,
-    piece: int = quality.N_CTX,
+    chunks: Annotated[int | None, AT_LEAST_1] = 16,
+    piece: Annotated[int, AT_LEAST_16] = quality.N_CTX,
     json: bool = False,
 ) -> None:
     """Perplexity of a text: how surprised a model is by it. Lower is better; compare only within
@@ -81,8 +82,8 @@ def kl(
     reference: str,
     *variants: str,
     text: str | None = None,
-    chunks: int | None = 8,
-    piece: int = quality.N_CTX,
+    chunks: Annotated[int | None, AT_LEAST_1] = 8,
+    piece: Annotated[int, AT_LEAST_16] = quality.N_CTX,
     json: bool = False,
 ) -> None:
     """Kullback-Leibler divergence from a reference: what a smaller quantisation or cache changes.

@@ -6,10 +6,15 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 _PLAN = Group("Plan", sort_key=20)
 _PARAMETERS = Group("llama.cpp parameters", sort_key=21)
 _SAMPLING = Group("Sampling", sort_key=22)
+
+AT_LEAST_0 = Parameter(validator=Number(gte=0))
+AT_LEAST_1 = Parameter(validator=Number(gte=1))
+AT_LEAST_16 = Parameter(validator=Number(gte=16))
 
 
 @Parameter(name="*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm import config
+from edgellm import config, paths
 from edgellm.cli.progress import emit, listener
 from edgellm.errors import ModelNotFoundError
 from edgellm.gguf.reader import check_file
@@ -38,7 +38,7 @@ def import_(
     json
         Print JSON events, one a line.
     """
-    if not path.is_file():
+    if not (paths.exists(path) and path.is_file()):
         raise ModelNotFoundError(f"{path}: no such file", hint="edgellm ls")
     shown = listener(json)
     record = importing.import_model(

@@ -80,6 +80,8 @@ def pull(
     """
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     resolved = catalog.resolve(model, settings.store)
+    if resolved.source == "path" and resolved.path is not None:
+        check_file(resolved.path)  # nobody knows where it came from: nothing could be fetched
     if resolved.path is not None and _is_sound(resolved.path):
         _already(resolved, json)
         return

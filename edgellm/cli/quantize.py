@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from edgellm import config, library
 from edgellm.cli.errors import UsageError
+from edgellm.cli.flags import AT_LEAST_1
 from edgellm.cli.progress import Progress, emit
 from edgellm.cli.pull import plan_line
 from edgellm.devices import probe
@@ -36,7 +38,7 @@ def quantize(
     *,
     type: str = "Q4_K_M",
     imatrix: Path | None = None,
-    threads: int | None = None,
+    threads: Annotated[int | None, AT_LEAST_1] = None,
     force: bool = False,
     dry_run: bool = False,
     json: bool = False,
@@ -69,6 +71,8 @@ def quantize(
         Print JSON events, one a line.
     """
     require_engine()
+    if imatrix is not None and not imatrix.is_file():
+        raise UsageError(f"{imatrix}: no such file", hint="leave --imatrix out, or mend its path")
     settings = config.load().settings
     header = read_gguf(local_path(source, settings))
     devices = probe()
@@ -112,6 +116,9 @@ def requantized(header: GGUFFile, tensors: Sequence[TensorDone]) -> GGUFFile:
 
 
 def _checked_target(target: Path, header: GGUFFile, force: bool) -> Path:
+    if not target.name or (target.exists() and not target.is_file()):
+        # A folder, or a device such as /dev/null, which the finished file would replace.
+        raise UsageError(f"{str(target)!r} cannot be the file to write")
     if target.exists() and any(os.path.samefile(target, s.path) for s in header.shards):
         raise UsageError("the target is the source")
     if target.exists() and not force:

@@ -178,7 +178,7 @@ class Repl:
         if not text:
             print("/save FILE.md or FILE.json", file=sys.stderr)
             return
-        path = Path(text).expanduser()
+        path = paths.expand(text)
         path.write_text(rendered(self.messages, as_json=path.suffix == ".json"), encoding="utf-8")
         print(f"saved to {path}")
 

@@ -10,6 +10,7 @@ import msgspec
 from cyclopts import Parameter
 
 from edgellm import config, library
+from edgellm.cli.flags import AT_LEAST_1
 from edgellm.cli.ls import VERDICTS
 from edgellm.config import Settings
 from edgellm.devices import Devices
@@ -44,7 +45,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def search(
     *words: str,
     fits: bool = False,
-    limit: int = 10,
+    limit: Annotated[int, AT_LEAST_1] = 10,
     vram: Annotated[list[str] | None, Parameter(consume_multiple=False)] = None,
     ram: str | None = None,
     json: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from edgellm import config
+from edgellm import config, paths
 from edgellm.cli.answer import sampling
 from edgellm.cli.errors import UsageError
 from edgellm.cli.flags import PlanFlags, SamplingFlags
@@ -263,7 +264,9 @@ def options_of(
     serve = settings.serve
     keys = [access.make_key(text) for text in serve.api_key]
     if serve.api_key_file is not None:
-        keys += access.read_keys(Path(serve.api_key_file).expanduser())
+        keys += access.read_keys(paths.expand(serve.api_key_file))
+    if not bind.hosts:
+        raise ConfigError("serve.host names no address", hint="--host 127.0.0.1")
     check_exposure(bind.hosts, has_keys=bool(keys), insecure=serve.insecure)
     hosts = access.allowed_hosts(bind.hosts, keys, serve.allowed_hosts)
     if keys:
@@ -317,8 +320,8 @@ def find_models(names: Sequence[str], settings: Settings) -> list[ModelSpec]:
         return _distinct(found)
     specs: list[ModelSpec] = []
     for name in names:
-        folder = Path(name).expanduser()
-        specs += _in_folder(folder) if folder.is_dir() else [_named(name, settings)]
+        folder = paths.expand(name)
+        specs += _in_folder(folder) if os.path.isdir(folder) else [_named(name, settings)]
     return _distinct(specs)
 
 
@@ -329,7 +332,7 @@ def _named(name: str, settings: Settings) -> ModelSpec:
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith(".gguf") or Path(name).expanduser().is_file()
+    return name.endswith(".gguf") or os.path.isfile(paths.expand(name))
 
 
 def path_name(path: Path) -> str:

@@ -27,11 +27,13 @@ from edgellm.bench.trial import (
     variables_for,
 )
 from edgellm.bench.tune import BaselineError, Journal, Result, Step, Trial, Tuner, Variable
-from edgellm.cli.flags import PlanFlags
+from edgellm.cli.errors import UsageError
+from edgellm.cli.flags import AT_LEAST_1, PlanFlags
 from edgellm.errors import EngineError
 from edgellm.paths import state_dir
 from edgellm.planner.plan import Plan
 from edgellm.runtime import local_path, plan_devices, plan_model
+from edgellm.store.names import is_plain
 
 _NO_FLAGS = PlanFlags()
 _STYLE = {"linear": "green", "better": "green", "rejected": "red", "over-saturated": "red"}
@@ -45,8 +47,8 @@ def tune(
         Literal["latency", "throughput", "context"], Parameter(name="--for")
     ] = "latency",
     budget: str = "20m",
-    prompt_words: int = 256,
-    max_tokens: int = 64,
+    prompt_words: Annotated[int, AT_LEAST_1] = 256,
+    max_tokens: Annotated[int, AT_LEAST_1] = 64,
     fresh: bool = False,
     dry_run: bool = False,
     name: str | None = None,
@@ -122,6 +124,8 @@ class _Search:
         self._path = local_path(model, settings)
         self._digest = quick_digest(self._path)
         gpus = self._devices.gpus
+        if name is not None and not is_plain(name):
+            raise UsageError(f"{name!r} cannot be the name of a profile")
         self._name = name or profile_name(self._path.name, gpus[0].uuid if gpus else None)
 
     def run(self, *, fresh: bool, dry_run: bool, save: bool) -> int:

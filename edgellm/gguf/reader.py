@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat as stat_
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -252,9 +253,12 @@ def check_file(path: str | Path) -> None:
 
     A shard is looked at alone. Nothing is taken from the cache or put there.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        parse_one(str(path), b"", size, _file_fill(file, size))
+    try:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            parse_one(str(path), b"", size, _file_fill(file, size))
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
 
 
 def shard_paths(path: str, count: int) -> tuple[str, ...]:
@@ -281,7 +285,7 @@ def _read_shard(path: str) -> Header:
 
 def _read_one(path: str) -> Header:
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             stat = os.fstat(file.fileno())
             stamp = cache.stamp(stat)
             header = cache.load(path, stamp)
@@ -291,10 +295,23 @@ def _read_one(path: str) -> Header:
             return header
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"{path}: no such file", hint="edgellm ls") from error
-    except IsADirectoryError as error:
-        raise GGUFError(path, "is a folder, not a GGUF file") from error
     except OSError as error:
-        raise GGUFError(path, f"cannot be read: {error.strerror}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> GGUFError:
+    if isinstance(error, IsADirectoryError):
+        return GGUFError(path, "is a folder, not a GGUF file")
+    return GGUFError(path, f"cannot be read: {error.strerror}")
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """Open a file to read it. GGUFError for a pipe or a device: opening a pipe would wait for ever
+    for a writer."""
+    mode = os.stat(path).st_mode
+    if not (stat_.S_ISREG(mode) or stat_.S_ISDIR(mode)):
+        raise GGUFError(path, "is a pipe or a device, not a GGUF file")
+    return open(path, "rb")
 
 
 def _file_fill(file: BinaryIO, size: int) -> Fill:

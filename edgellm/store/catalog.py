@@ -68,8 +68,8 @@ def resolve(ref: str, settings: StoreSettings | None = None) -> ResolvedModel:
     remote = _remote(ref)
     if remote is not None:
         return _already_here(remote, settings) or remote
-    path = Path(ref).expanduser()
-    if path.exists() and (path.is_file() or _looks_like_path(ref)):
+    path = paths.expand(ref)
+    if paths.exists(path) and (path.is_file() or _looks_like_path(ref)):
         return ResolvedModel(name=display_name(str(path)), path=path, source="path")
     if _looks_like_path(ref):
         raise ModelNotFoundError(f"{ref}: no such file", hint="edgellm ls")
@@ -87,7 +87,10 @@ def parse_hub_ref(ref: str) -> HubRef | None:
                 hint="write hf:owner/repo, hf:owner/repo:Q4_K_M or hf:owner/repo:file.gguf",
             )
         return _hub_ref(match["repo"], match["what"], match["revision"])
-    parts = urlsplit(ref)
+    try:
+        parts = urlsplit(ref)
+    except ValueError as error:  # http://[
+        raise ModelNotFoundError(f"{ref!r} is not an address: {error}") from error
     if parts.scheme in ("http", "https") and parts.hostname in _HF_HOSTS:
         return _hub_address(parts.path)
     return None

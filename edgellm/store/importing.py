@@ -40,8 +40,12 @@ def import_model(
     is never changed. Raises GGUFError for a file that is not sound, StoreError for a name taken.
     """
     listener = listener or Listener()
-    if name is not None and not is_plain(name):
-        raise StoreError(f"{name!r} cannot be the name of a file")
+    chosen = source.name if name is None else name
+    if not is_plain(chosen):
+        raise StoreError(
+            f"{chosen!r} cannot be the name of a file in the store",
+            hint="give it another: --name",
+        )
     try:
         return _import(source, check, mode, name, listener, settings)
     except OSError as error:

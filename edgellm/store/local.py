@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from edgellm import paths
 from edgellm.config import StoreSettings
 from edgellm.store import others, records
 from edgellm.store.names import display_name, is_projector
@@ -45,19 +46,23 @@ class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_models(settings: StoreSettings | None = None) -> list[LocalModel]:
-    """Every model found, edgellm's own first, each file once, each name once.
+    """Every model found, edgellm's own first, each file once, each name once; what the same file is
+    called elsewhere are aliases.
 
     Reads folders and sizes only; no model file is opened.
     """
     settings = settings or StoreSettings()
-    seen: set[tuple[int, int]] = set()
+    models: dict[tuple[int, int], LocalModel] = {}
     names: set[str] = set()
-    models = []
     for found in [*_pulled(settings), *_sources(settings)]:
-        model = _examined(found, seen, names)
-        if model is not None:
-            models.append(model)
-    return models
+        try:
+            stats = [os.stat(path) for path in found.files]
+        except OSError:
+            continue
+        inode = (stats[0].st_dev, stats[0].st_ino)  # the same for every link to the bytes
+        known = models.get(inode)
+        models[inode] = _examined(found, stats, names) if known is None else _also(known, found)
+    return list(models.values())
 
 
 def starter_path() -> Path | None:
@@ -98,20 +103,19 @@ def _sources(settings: StoreSettings) -> Iterator[Found]:
     for folder in others.llama_cpp_caches():
         yield from others.llama_cpp_models(folder)
     for name in settings.folders:
-        folder = Path(name).expanduser()
+        folder = paths.expand(name)
         yield from others.models_in(folder, str(folder))
 
 
-def _examined(found: Found, seen: set[tuple[int, int]], names: set[str]) -> LocalModel | None:
-    """The model with its size and a name of its own; None when it was listed or is gone."""
-    try:
-        stats = [os.stat(path) for path in found.files]
-    except OSError:
-        return None
-    inode = (stats[0].st_dev, stats[0].st_ino)  # the same for every link to the bytes
-    if inode in seen:
-        return None
-    seen.add(inode)
+def _also(model: LocalModel, found: Found) -> LocalModel:
+    """``model`` that is found again under another name, as after an import by link."""
+    names = dict.fromkeys((*model.aliases, found.name, *_aliases(found)))
+    names.pop(model.name, None)
+    return msgspec.structs.replace(model, aliases=tuple(names), ref=model.ref or found.ref)
+
+
+def _examined(found: Found, stats: list[os.stat_result], names: set[str]) -> LocalModel:
+    """The model with its size and a name of its own."""
     name = _free_name(found, names)
     names.add(name)
     return LocalModel(

@@ -6,6 +6,8 @@ import os
 import re
 from typing import Final
 
+_LONGEST: Final = 200  # bytes; file systems end at 255, and endings such as .gguf.part come on top
+
 SHARD: Final = re.compile(r"(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _QUANT: Final = re.compile(
     r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_(?:K|0|1|NL|XXS|XS|S|M))?(?:_(?:XXS|XS|S|M|L|XL))?"
@@ -27,7 +29,13 @@ def is_safe(name: str) -> bool:
 
 def is_plain(name: str) -> bool:
     """Whether a name is one path component, fit for a file."""
-    return is_safe(name) and "/" not in name and "\\" not in name
+    return (
+        is_safe(name)
+        and "/" not in name
+        and "\\" not in name
+        and name.isprintable()  # no line break, no terminal escape
+        and len(os.fsencode(name)) <= _LONGEST
+    )
 
 
 def display_name(path: str) -> str:

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from edgellm import paths
 from edgellm.store.names import display_name, is_projector, shard_match
 
 # publisher/repository/file.gguf is as deep as LM Studio goes; folders of people one or two more.
@@ -41,37 +42,37 @@ def hf_cache(environ: Mapping[str, str] = os.environ) -> Path:
     """The Hugging Face hub's cache (``constants.py`` of huggingface_hub, without importing it)."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(variable):
-            return Path(os.path.expandvars(environ[variable])).expanduser()
+            return paths.expand(os.path.expandvars(environ[variable]))
     if environ.get("HF_HOME"):
-        return Path(os.path.expandvars(environ["HF_HOME"])).expanduser() / "hub"
+        return paths.expand(os.path.expandvars(environ["HF_HOME"])) / "hub"
     return _user_cache(environ) / "huggingface" / "hub"
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return paths.expand(environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
 def llama_cpp_caches(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """llama.cpp's folders (``fs_get_cache_directory`` in common/common.cpp), old and new."""
     if environ.get("LLAMA_CACHE"):
-        return [Path(environ["LLAMA_CACHE"]).expanduser()]
+        return [paths.expand(environ["LLAMA_CACHE"])]
     if sys.platform == "darwin":
-        return [Path("~/Library/Caches/llama.cpp").expanduser()]
+        return [paths.expand("~/Library/Caches/llama.cpp")]
     return [_user_cache(environ) / "llama.cpp"]
 
 
 def ollama_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Ollama's model folders: the person's, and the one of the system service on Linux."""
     if environ.get("OLLAMA_MODELS"):
-        return [Path(environ["OLLAMA_MODELS"]).expanduser()]
-    return [Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models")]
+        return [paths.expand(environ["OLLAMA_MODELS"])]
+    return [paths.expand("~/.ollama/models"), Path("/usr/share/ollama/.ollama/models")]
 
 
 def lm_studio_folders() -> list[Path]:
     """LM Studio's model folders: where its pointer file says, the usual one, the older one."""
-    homes = [Path("~/.lmstudio").expanduser(), Path("~/.cache/lm-studio").expanduser()]
+    homes = [paths.expand("~/.lmstudio"), paths.expand("~/.cache/lm-studio")]
     try:
-        pointer = Path("~/.lmstudio-home-pointer").expanduser().read_text(encoding="utf-8").strip()
+        pointer = paths.expand("~/.lmstudio-home-pointer").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         pointer = ""
     if pointer:

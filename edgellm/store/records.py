@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def store_folder(settings: StoreSettings | None = None) -> Path:
     """Where edgellm keeps imported models and those from plain URLs, and its records."""
     if settings is not None and settings.dir:
-        return Path(settings.dir).expanduser()
+        return paths.expand(settings.dir)
     return paths.store_dir()
 
 

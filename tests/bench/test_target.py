@@ -16,7 +16,7 @@ from edgellm.bench.target import (
     free_port,
     llama_server_spec,
 )
-from edgellm.errors import EdgeLLMError, EngineError
+from edgellm.errors import ConfigError, EdgeLLMError, EngineError
 
 _SERVER = """
 import http.server, json, sys, time
@@ -130,5 +130,5 @@ def test_an_ipv6_address_is_written_in_brackets() -> None:
 
 
 def test_an_address_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not an http"):
+    with pytest.raises(ConfigError, match="is not an http"):
         Endpoint.parse("ftp://h/x")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +199,70 @@ def test_a_reader_that_stops_reading_is_not_an_error() -> None:
     assert child.stderr.read() == b""
     assert child.wait(timeout=30) == 0
     child.stderr.close()
+
+
+def test_what_the_system_refuses_is_one_line_with_its_path_and_is_not_called_unexpected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/models/a.part")
+
+    monkeypatch.setattr(app_, "_run", full)
+    assert main(["ls"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("edgellm: error: /models/a.part: No space left on device\n  try: ")
+
+
+def test_an_error_about_a_name_that_is_not_utf8_is_json_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "\udcff.gguf", "--json"]) == 3
+    assert "no such file" in json.loads(capsys.readouterr().err)["error"]["message"]
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["plan", LONG], 3),
+        (["plan", "http://["], 3),
+        (["plan", "~no-such-person/model.gguf"], 3),
+        (["import", LONG], 3),
+        (["batch", LONG, "-o", "out.jsonl"], 2),
+        (["profile", "show", LONG], 2),
+        (["serve", LONG, "--port", "0"], 3),
+        (["serve", "starter", "--host", ""], 2),
+        (["serve", "starter", "--drain", "nan"], 2),
+        (["serve", "starter", "--rate-limit", "-1"], 2),
+        (["plan", "starter", "--tensor-split", "nan,1"], 2),
+        (["plan", "starter", "--parallel", "257"], 2),
+        (["plan", "starter", "--threads", "513"], 2),
+        (["bench", "127.0.0.1:99999"], 2),
+        (["bench", "ftp://somewhere"], 2),
+        (["bench", "127.0.0.1:9", "-c", "nan"], 2),
+        (["bench", "127.0.0.1:9", "-c", "1.5"], 2),
+        (["bench", "127.0.0.1:9", "--seconds", "nan"], 2),
+        (["bench", "127.0.0.1:9", "--html", "/no/such/folder/x.html"], 2),
+        (["bench", "show", "9" * 30], 2),
+        (["tune", "starter", "--name", "../x", "--dry-run"], 2),
+        (["tune", "starter", "--budget", "inf", "--dry-run"], 2),
+        (["eval", "perplexity", "starter", "--piece", "0"], 2),
+        (["eval", "perplexity", "starter", "--chunks", "0"], 2),
+        (["config", "set", "profile", "no-such-profile"], 2),
+    ],
+    ids=lambda x: " ".join(x)[:50] if isinstance(x, list) else "",
+)
+def test_a_value_that_cannot_be_is_an_error_with_its_code(
+    argv: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path))
+    assert main(argv) == code
+    said = capsys.readouterr().err
+    assert said.startswith("edgellm: error: ")
+    assert "unexpected" not in said

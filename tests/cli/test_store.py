@@ -381,3 +381,33 @@ def test_progress_is_silent_unless_stderr_is_a_terminal(capsys: Captured) -> Non
     assert capsys.readouterr().err == ""
     progress.note("trying again")
     assert capsys.readouterr().err == "trying again\n"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("target", ["", "folder", "pipe"])
+def test_quantize_puts_its_file_over_no_folder_and_no_device(
+    target: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["quantize", "starter", target, "--type", "Q8_0", "--force"]) == 2
+    assert "cannot be the file to write" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.model
+def test_quantize_says_when_the_importance_matrix_is_not_there(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    argv = ["quantize", "starter", str(tmp_path / "o.gguf"), "--imatrix", str(tmp_path / "no")]
+    assert main(argv) == 2
+    assert "no: no such file" in capsys.readouterr().err
+
+
+def test_pull_of_a_damaged_file_that_has_no_address_is_a_bad_file(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    assert main(["pull", str(tmp_path / "bad.gguf")]) == 5
+    assert len(capsys.readouterr().err.splitlines()) == 1

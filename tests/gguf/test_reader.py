@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gguf import constants
 
 from edgellm.errors import GGUFError, ModelNotFoundError
-from edgellm.gguf.reader import IncompleteHeaderError, parse_header, read_gguf
+from edgellm.gguf.reader import IncompleteHeaderError, check_file, parse_header, read_gguf
 from edgellm.gguf.types import FILE_TYPES, TENSOR_TYPES
 from tests.gguf.build import (
     BOOL,
@@ -238,3 +240,14 @@ def test_the_starter_reads_as_gguf_py_reads_it() -> None:
     assert set(ours.metadata) == keys
     tokens = ours.metadata["tokenizer.ggml.tokens"]
     assert tokens.decode() == theirs.fields["tokenizer.ggml.tokens"].contents()  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("read", [read_gguf, check_file])
+def test_a_pipe_is_refused_and_not_waited_for(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    with pytest.raises(GGUFError, match="pipe or a device"):
+        read(pipe)

@@ -125,3 +125,24 @@ def test_after_a_kill_it_goes_on_and_no_line_is_answered_twice(
     ids = [a["custom_id"] for a in answers(out)]
     assert len(ids) == n
     assert len(set(ids)) == n
+
+
+@pytest.mark.parametrize("what", ["the input", "notes", "a folder", "nothing"])
+def test_an_output_that_holds_no_answers_is_refused_and_left_as_it_is(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}
+    requests = tmp_path / "in.jsonl"
+    requests.write_text(json.dumps(line) + "\n")
+    (tmp_path / "notes.txt").write_text("what nobody may lose\n")
+    outputs = {
+        "the input": str(requests),
+        "notes": str(tmp_path / "notes.txt"),
+        "a folder": str(tmp_path),
+        "nothing": "",
+    }
+    argv = ["batch", str(requests), "-o", outputs[what], "-m", "starter", "--engine", "scripted"]
+    assert main(argv) == errors.USAGE
+    assert json.loads(requests.read_text()) == line
+    assert (tmp_path / "notes.txt").read_text() == "what nobody may lose\n"
+    assert capsys.readouterr().err.startswith("edgellm: error: ")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgellm import paths
+from edgellm.config import StoreSettings
 from edgellm.errors import ChecksumError, DiskFullError, GGUFError, StoreError
 from edgellm.gguf.reader import check_file
 from edgellm.store import importing, records, transfer
@@ -131,3 +132,31 @@ def test_a_copy_needs_room_first(source: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DiskFullError):
         import_model(source, check=check_file, mode="copy")
     assert records.load_all() == []
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31mred", "x" * 300, "", "..", "a/b"])
+def test_a_name_that_no_file_or_terminal_should_see_is_refused_before_anything_is_kept(
+    name: str, source: Path
+) -> None:
+    with pytest.raises(StoreError, match="cannot be the name") as raised:
+        import_model(source, check=check_file, name=name)
+    assert "--name" in (raised.value.hint or "")
+    assert records.load_all() == []
+
+
+def test_a_file_with_a_line_break_in_its_name_needs_another_one(tmp_path: Path) -> None:
+    odd = tmp_path / "a\nb.gguf"
+    odd.write_bytes(model("x"))
+    with pytest.raises(StoreError, match="cannot be the name"):
+        import_model(odd, check=check_file)
+    assert import_model(odd, check=check_file, name="fine").name == "fine"
+
+
+def test_an_import_by_link_leaves_the_model_its_other_names(
+    source: Path
+) -> None:
+    settings = StoreSettings(folders=(str(source.parent),))
+    import_model(source, check=check_file, name="mine", settings=settings)
+    [found] = list_models(settings)
+    assert found.name == "mine"
+    assert find("x-Q4_0", [found]) == found
