@@ -152,9 +152,7 @@ def test_a_file_with_a_line_break_in_its_name_needs_another_one(tmp_path: Path) 
     assert import_model(odd, check=check_file, name="fine").name == "fine"
 
 
-def test_an_import_by_link_leaves_the_model_its_other_names(
-    source: Path
-) -> None:
+def test_an_import_by_link_leaves_the_model_its_other_names(source: Path) -> None:
     settings = StoreSettings(folders=(str(source.parent),))
     import_model(source, check=check_file, name="mine", settings=settings)
     [found] = list_models(settings)
