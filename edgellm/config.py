@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -349,6 +350,42 @@ def read_profile(name: str) -> ProfileFile:
 def list_profiles() -> list[str]:
     """Names of all profiles, own and shipped, sorted."""
     return sorted({p.stem for folder in paths.profile_dirs() for p in folder.glob("*.toml")})
+
+
+def profile_text(
+    title: str, what_for: str, values: Mapping[str, Any], reasons: Mapping[str, str]
+) -> str:
+    """A profile file of dotted keys: each value beside why it has it."""
+    lines = ["[profile]", f"title = {_toml_literal(title)}", f"for = {_toml_literal(what_for)}"]
+    for section in dict.fromkeys(key.rpartition(".")[0] for key in values):
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            head, _, name = key.rpartition(".")
+            if head == section:
+                shown, why = _toml_literal(value), _toml_literal(reasons.get(key, ""))
+                lines.append(f"{name} = {{ value = {shown}, why = {why} }}")
+    return "\n".join(lines) + "\n"
+
+
+def write_profile(name: str, text: str) -> Path:
+    """Write a profile of the person's own, whole or not at all; the place it has.
+
+    Raises ConfigError before anything is written when the name or a key is none.
+    """
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or name.startswith("."):
+        raise ConfigError(f"{name!r} is no name for a profile", hint="letters, digits, - and _")
+    path = paths.config_dir() / "profiles" / f"{name}.toml"
+    fresh = path.with_suffix(".toml.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(text, encoding="utf-8")
+        _check_known(_parse_profile(name, fresh).values, known_keys(), str(path))
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
 
 
 def set_in_file(key: str, value: str | int | float | bool | None) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgellm import config
 from edgellm.bench.archive import Archive
 from edgellm.errors import ConfigError
 from edgellm.paths import config_dir
@@ -29,15 +30,8 @@ def profile_text(
     title: str, what_for: str, values: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> str:
     """A profile file: each value beside why it has it."""
-    lines = ["[profile]", f"title = {_toml(title)}", f"for = {_toml(what_for)}"]
-    for section in dict.fromkeys(key.partition(".")[0] for key in values):
-        lines += ["", f"[{section}]"]
-        for key, value in values.items():
-            head, _, name = key.partition(".")
-            if head == section:
-                why = _toml(reasons.get(key, "measured"))
-                lines.append(f"{name} = {{ value = {_toml(value)}, why = {why} }}")
-    return "\n".join(lines) + "\n"
+    why = {key: reasons.get(key, "measured") for key in values}
+    return config.profile_text(title, what_for, values, why)
 
 
 def write_profile(archive: Archive, name: str, text: str) -> Path:
@@ -82,15 +76,6 @@ def _replace(path: Path, text: str) -> None:
     fresh = path.with_suffix(".toml.part")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-    return f'"{escaped}"'
 
 
 def _now() -> str:

@@ -100,6 +100,8 @@ class EdgeApp(App[int]):
     """What is being loaded and how far, in words; empty when nothing is."""
     chosen: reactive[ModelRow | None] = reactive(None)
     """The model that the plan screen plans."""
+    wanted: reactive[str] = reactive("")
+    """What the models screen is asked to look for on the hub."""
 
     def __init__(
         self,

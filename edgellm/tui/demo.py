@@ -187,6 +187,10 @@ class DemoServices:
     def plan(self, ref: str, request: PlanRequest) -> Plan:
         return _plan(_model(ref), ref, request)
 
+    def alternatives(self, ref: str, request: PlanRequest, plan: Plan) -> Plan:  # noqa: ARG002
+        found = _alternatives(plan.params, plan.speed.decode_tps)
+        return msgspec.structs.replace(plan, alternatives=found)
+
     def save_profile(self, name: str, plan: Plan, request: PlanRequest) -> str:  # noqa: ARG002
         self.profiles[name] = plan
         return f"~/.config/edgellm/profiles/{name}.toml"
@@ -390,7 +394,7 @@ def _ledger(model: Model, ref: str, request: PlanRequest, n: int) -> Plan:
             prefill_tps=decode * 18, decode_tps=decode, basis="table",
             bottleneck="memory bandwidth of " + ("CUDA0" if share == 1 else "the host"),
         ),
-        reasons=_reasons(params), alternatives=_alternatives(params, decode),
+        reasons=_reasons(params),
         binding="CUDA0 weights" if share < 1 else "none",
     )  # fmt: skip
 

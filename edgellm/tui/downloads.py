@@ -153,6 +153,8 @@ def _facts(item: Download) -> str:
     size = f"{format_bytes(progress.n_done)} of {format_bytes(progress.n_total)}"
     if item.state == "paused":
         return f"{size}, paused"
+    if progress.phase != "downloading":
+        return f"{size}, {progress.phase}" if progress.n_total else progress.phase
     if not progress.rate:
         return size
     left = max(progress.n_total - progress.n_done, 0) / progress.rate

@@ -18,6 +18,8 @@ from edgellm.store.transfer import Listener
 from edgellm.tui.ports import Progress
 
 TELL_S = 0.1
+CHECKING = "checking "
+"""What the store's transfer puts before the name of a file whose digest it computes."""
 
 
 class StoppedError(StoreError):
@@ -38,6 +40,10 @@ class _Teller(Listener):
     def progress(self, name: str, done: int, total: int | None) -> None:
         if self._stopped():
             raise StoppedError("stopped")
+        if name.startswith(CHECKING):
+            # Reading what arrived once more is no download: it would count to 200 %.
+            self._tell(Progress(phase="checking", n_done=done, n_total=total or done))
+            return
         self._done[name] = done
         now, n_done = time.monotonic(), sum(self._done.values())
         if now - self._said < TELL_S and done != total:

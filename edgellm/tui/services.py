@@ -5,6 +5,7 @@ Everything heavy is imported when it is first asked for: the first paint waits f
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,17 @@ class LocalServices:
     def plan(self, ref: str, request: PlanRequest) -> Plan:
         from edgellm.planner.fit import make_plan
 
+        shape, devices = self._shape(ref), self._recent_devices()
+        return make_plan(shape, devices, self._over_settings(request))
+
+    def alternatives(self, ref: str, request: PlanRequest, plan: Plan) -> Plan:
+        from edgellm.planner.alternatives import with_alternatives
+
+        shape, devices = self._shape(ref), self._recent_devices()
+        return with_alternatives(shape, devices, self._over_settings(request), plan)
+
+    def _shape(self, ref: str) -> ModelShape:
+        """A model's shape, its header read once."""
         shape = self._shapes.get(ref)
         if shape is None:
             from edgellm.gguf.shape import model_shape
@@ -124,7 +136,7 @@ class LocalServices:
 
             header = find_header(ref, self.settings, self._recent_devices())
             shape = self._shapes[ref] = model_shape(header)
-        return make_plan(shape, self._recent_devices(), self._over_settings(request))
+        return shape
 
     def _over_settings(self, request: PlanRequest) -> PlanRequest:
         """What was asked for here, over what is configured."""
@@ -156,20 +168,27 @@ class LocalServices:
     # -- models that answer ----------------------------------------------------------------------
 
     async def load(self, plan: Plan, on_progress: Callable[[Progress], None]) -> Endpoint:
+        from edgellm.engine.build import require_engine
         from edgellm.engine.client import Engine
         from edgellm.engine.info import LoadProgress
-        from edgellm.runtime import engine_options
+        from edgellm.planner import observed
+        from edgellm.runtime import engine_options, plan_request, replanner
         from edgellm.tui.local import LocalEndpoint
+        from edgellm.workers import Pool
 
         def forward(progress: LoadProgress) -> None:
             on_progress(
                 Progress(phase=progress.stage, n_done=int(progress.fraction * 100), n_total=100)
             )
 
+        if self.settings.engine.backend == "llama":
+            require_engine()
         engine = await Engine.load(
             plan, backend=self.settings.engine.backend, on_progress=forward,
             options=engine_options(self.settings),
+            replan=replanner(Pool(self.settings.plan.worker), plan_request(self.settings)),
         )  # fmt: skip
+        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
         return LocalEndpoint(engine)
 
     async def attach(self, url: str, api_key: str | None = None) -> Endpoint:

@@ -6,10 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
 from textual.widgets import Button, DataTable, Input
 
 from edgellm.errors import DoesNotFitError, EngineError, StoreError
-from edgellm.planner.plan import PlanRequest
+from edgellm.planner.plan import Alternative, Plan, PlanRequest
 from edgellm.tui.app import SEVERITY, EdgeApp
 from edgellm.tui.demo import RUNS, DemoServices
 from edgellm.tui.ledger import LedgerBar
@@ -143,9 +144,46 @@ async def test_the_bars_hold_the_plan_s_own_bytes(app: EdgeApp) -> None:
 async def test_an_alternative_is_one_key_and_moves_its_stepper(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_plan(pilot, app)
+        await settle(pilot, lambda: screen.plan.alternatives)
         await pilot.press("y")
         await settle(pilot, lambda: screen.plan.params.type_k == "q8_0")
         assert screen.query_one("#step-type-k", Stepper).value == "q8_0"
+
+
+async def test_the_alternatives_shown_are_those_of_the_last_step(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    asked: list[PlanRequest] = []
+    find = services.alternatives
+
+    def counting(ref: str, request: PlanRequest, plan: Plan) -> Plan:
+        asked.append(request)
+        return find(ref, request, plan)
+
+    services.alternatives = counting  # type: ignore[method-assign]
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_plan(pilot, app)
+        await pilot.press(*["left"] * 5)
+        await settle(pilot, lambda: screen.plan.alternatives)
+        assert asked[-1] == screen.asked
+        assert screen.plan.params == services.plan(app.chosen.ref, screen.asked).params  # type: ignore[union-attr]
+
+
+async def test_a_smaller_quantisation_is_looked_for_among_the_models(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    other = Alternative(title="Q3_K_M", change={"quant": "Q3_K_M"}, gain="whole", cost="rounder")
+
+    def smaller(ref: str, request: PlanRequest, plan: Plan) -> Plan:
+        return msgspec.structs.replace(plan, alternatives=(other,))
+
+    services.alternatives = smaller  # type: ignore[method-assign]
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_plan(pilot, app)
+        await settle(pilot, lambda: screen.plan.alternatives)
+        await pilot.press("x")
+        await settle(pilot, lambda: app.current_mode == "models" and app.screen._rows["hub"])
+        assert app.screen.query_text == screen.plan.model.name
 
 
 async def test_what_does_not_fit_is_drawn_and_not_loaded(

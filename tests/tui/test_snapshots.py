@@ -38,6 +38,7 @@ async def plan(pilot: Any) -> None:
     before = pilot.app.screen.plan
     await pilot.press("down", "right")
     await settle(pilot, lambda: pilot.app.screen.plan is not before)
+    await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
 
 
 async def plan_that_does_not_fit(pilot: Any) -> None:
@@ -46,6 +47,7 @@ async def plan_that_does_not_fit(pilot: Any) -> None:
     pilot.app.screen.query("Stepper").first().focus()
     await pilot.press(*["right"] * 6)
     await settle(pilot, lambda: pilot.app.screen.plan.devices[0].headroom < 0)
+    await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
     assert pilot.app.screen.plan is not before
 
 

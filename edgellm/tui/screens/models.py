@@ -114,6 +114,13 @@ class ModelsScreen(EdgeScreen):
             table.add_column(text, width=width, key=label or "source")
         table.focus()
         self.action_refresh()
+        self.watch(self.app, "wanted", self._wanted)
+
+    def _wanted(self, query: str) -> None:
+        """Another screen asks for models of a name."""
+        if query:
+            self.query_one("#filter", Input).value = self.query_text = query
+            self.action_search()
 
     # -- looking ---------------------------------------------------------------------------------
 

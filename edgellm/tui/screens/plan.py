@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -28,6 +30,8 @@ CONTEXTS = [512 * 2**i for i in range(12)]
 KV_TYPES = ["f16", "q8_0", "q5_1", "q4_0"]
 UBATCHES = [32, 64, 128, 256, 512, 1024, 2048]
 SEQUENCES = [1, 2, 4, 8, 16, 32]
+IDLE_S = 0.15
+"""Alternatives are looked for when nobody has stepped for this long."""
 
 
 class Planned(Message):
@@ -38,6 +42,15 @@ class Planned(Message):
         self.serial = serial
         self.plan = plan
         self.error = error
+
+
+class Alternatives(Message):
+    """The plan of one question again, with what else could be done."""
+
+    def __init__(self, serial: int, plan: Plan) -> None:
+        super().__init__()
+        self.serial = serial
+        self.plan = plan
 
 
 class PlanScreen(EdgeScreen):
@@ -125,8 +138,14 @@ class PlanScreen(EdgeScreen):
         except EdgeLLMError as error:
             failure = error
             plan = self._overfull(ref, request) if isinstance(error, DoesNotFitError) else None
-        if not get_current_worker().is_cancelled:
-            self.post_message(Planned(serial, plan, failure))
+        if get_current_worker().is_cancelled:
+            return
+        self.post_message(Planned(serial, plan, failure))
+        time.sleep(IDLE_S)
+        if plan is None or get_current_worker().is_cancelled:
+            return
+        richer = self.edge.services.alternatives(ref, request, plan)
+        self.post_message(Alternatives(serial, richer))
 
     def _overfull(self, ref: str, request: PlanRequest) -> Plan | None:
         """The ledger of what does not fit, so that the bar can show by how much."""
@@ -144,6 +163,12 @@ class PlanScreen(EdgeScreen):
             self._before, self.plan = self.plan, event.plan
         elif event.error is not None:
             self.query_one("#head", Static).update(_failure(event.error, self.app.theme_variables))
+
+    @on(Alternatives)
+    def _alternatives_found(self, event: Alternatives) -> None:
+        if event.serial == self._serial:
+            self.set_reactive(PlanScreen.plan, event.plan)
+            self._show_side(event.plan)
 
     async def watch_plan(self, plan: Plan | None) -> None:
         if plan is None:
@@ -259,9 +284,21 @@ class PlanScreen(EdgeScreen):
         if self.plan is None or index >= len(self.plan.alternatives):
             return
         change = self.plan.alternatives[index].change
+        if "quant" in change:
+            self._look_for_quant(str(change["quant"]))
+            return
         known = {k: v for k, v in change.items() if k in PlanRequest.__struct_fields__}
         self.asked = msgspec.structs.replace(self.asked, **known)
         self._place_steppers(known)
+
+    def _look_for_quant(self, quant: str) -> None:
+        """Another file of the same model is no step: the models screen looks for it."""
+        if self.plan is None:
+            return
+        name = re.sub(r"[-_.]?(I?Q\d\w*|BF16|F16|F32|GGUF)$", "", self.plan.model.name, flags=re.I)
+        self.notify(f"choose one, and take its {quant} file", title=f"Looking for {name}")
+        self.edge.wanted = name
+        self.edge.action_go("models")
 
     def _place_steppers(self, change: Mapping[str, Any]) -> None:
         for stepper in self.query(Stepper):
