@@ -170,6 +170,10 @@ class Loop:
         request = message.request
         if request.id in self.output.groups:
             raise InvalidRequestError(f"request id {request.id} is in use", param="id")
+        if self.backend.info.is_encoder:
+            raise InvalidRequestError(
+                "this model was loaded to embed, not to generate", param="model"
+            )
         if not message.prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         sampling = request.sampling

@@ -198,7 +198,8 @@ class Scheduler:
     def _draft(self, seq: Sequence, room: int) -> tuple[int, ...]:
         if not seq.draft or room <= 0:
             return ()
-        n = min(len(seq.draft), room, self.limits.n_ctx_seq - len(seq.tokens) - 1)
+        wanted = seq.max_output - seq.n_output - 1
+        n = min(len(seq.draft), room, wanted, self.limits.n_ctx_seq - len(seq.tokens) - 1)
         free = (self.limits.n_cells - self.n_cells_used) // max(1, len(self.running)) - 1
         return tuple(seq.draft[: max(0, min(n, free))])
 

@@ -1,0 +1,84 @@
+"""The starter again: what is taken away and given back, guessed or shared, changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgellm.engine.client import Engine
+from edgellm.engine.info import EngineOptions
+from edgellm.request import Priority
+from tests.engine.factories import request
+from tests.engine.starter import library_greedy, starter_path, starter_plan
+from tests.engine.test_starter import LONG, SURE, collect, greedy_ids, ids
+from tests.engine.tiny import tiny_model
+
+pytestmark = pytest.mark.model
+
+
+async def test_a_preempted_stream_goes_on_with_its_text() -> None:
+    engine = await Engine.load(starter_plan(n_seq_max=1))
+    try:
+        slow = engine.generate(request(SURE[0], max_tokens=40, priority=Priority.BATCH))
+        events = [await slow.__anext__()]
+        urgent = request(SURE[1], max_tokens=10, priority=Priority.INTERACTIVE)
+        assert ids(await collect(engine, urgent)) == library_greedy(SURE[1], 10)
+        events += [event async for event in slow]
+        assert ids(events) == library_greedy(SURE[0], 40)
+        assert (await engine.stats()).preemptions == 1
+    finally:
+        await engine.close()
+
+
+async def test_too_few_cells_for_all_change_no_token() -> None:
+    # 198 tokens of prompts and 72 of answers, in 256 cells.
+    plan = starter_plan(n_ctx=256, n_ctx_seq=256, n_batch=64, n_ubatch=64)
+    engine = await Engine.load(plan, options=EngineOptions(retain_prefixes=False))
+    try:
+        three = list(SURE[:3])
+        assert await greedy_ids(engine, three) == [library_greedy(p, 24) for p in three]
+        stats = await engine.stats()
+        assert stats.preemptions >= 1
+        assert stats.cells_used == 0
+    finally:
+        await engine.close()
+
+
+async def test_the_choices_of_one_request_compute_their_prompt_once() -> None:
+    engine = await Engine.load(starter_plan())
+    try:
+        prompt = LONG + SURE[0]
+        events = await collect(engine, request(prompt, max_tokens=20, n=3))
+        expected = library_greedy(prompt, 20)
+        for index in range(3):
+            assert ids([e for e in events if e.index == index]) == expected
+        stats = await engine.stats()
+        assert stats.prefix_hits == 2
+        assert stats.cells_used < 300
+    finally:
+        await engine.close()
+
+
+async def test_the_starter_as_its_own_draft_is_believed_and_changes_no_token() -> None:
+    plan = starter_plan(draft_model=starter_path(), n_outputs_max=24)
+    engine = await Engine.load(plan, options=EngineOptions(spec="draft", spec_max=4))
+    try:
+        assert await greedy_ids(engine, list(SURE)) == [library_greedy(p, 24) for p in SURE]
+        stats = await engine.stats()
+        assert stats.drafted_tokens > 0
+        assert stats.accepted_tokens > 0.8 * stats.drafted_tokens
+    finally:
+        await engine.close()
+
+
+async def test_a_draft_that_is_always_wrong_changes_no_token(tmp_path: Path) -> None:
+    plan = starter_plan(draft_model=tiny_model(tmp_path, "llama"), n_outputs_max=24)
+    engine = await Engine.load(plan, options=EngineOptions(spec="draft", spec_max=4))
+    try:
+        assert await greedy_ids(engine, list(SURE)) == [library_greedy(p, 24) for p in SURE]
+        stats = await engine.stats()
+        assert stats.drafted_tokens > 0
+        assert stats.accepted_tokens < 0.2 * stats.drafted_tokens
+    finally:
+        await engine.close()
