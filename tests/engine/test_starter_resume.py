@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,13 @@ async def test_a_preempted_stream_goes_on_with_its_text() -> None:
 
 
 async def test_too_few_cells_for_all_change_no_token() -> None:
-    # 198 tokens of prompts and 72 of answers, in 256 cells.
+    # 198 tokens of prompts and 144 of answers, in 256 cells.
     plan = starter_plan(n_ctx=256, n_ctx_seq=256, n_batch=64, n_ubatch=64)
     engine = await Engine.load(plan, options=EngineOptions(retain_prefixes=False))
     try:
-        three = list(SURE[:3])
-        assert await greedy_ids(engine, three) == [library_greedy(p, 24) for p in three]
+        requests = [request(p, max_tokens=48) for p in SURE[:3]]
+        results = await asyncio.gather(*(collect(engine, r) for r in requests))
+        assert [ids(r) for r in results] == [library_greedy(p, 48) for p in SURE[:3]]
         stats = await engine.stats()
         assert stats.preemptions >= 1
         assert stats.cells_used == 0
