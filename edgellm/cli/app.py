@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: the only place that turns errors into one."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
+    _open_closed_streams()
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -104,7 +105,13 @@ def _run(arguments: list[str]) -> int:
         arguments = ["tui"] if sys.stdout.isatty() and sys.stdin.isatty() else ["--help"]
     _check_command(arguments[0])
     app = build_app(None if arguments[0].startswith("-") else arguments[0])
-    result = app(arguments, exit_on_error=False, print_error=False, help_on_error=False)
+    try:
+        result = app(arguments, exit_on_error=False, print_error=False, help_on_error=False)
+    except SystemExit as leaving:
+        # rich ends the program itself when the reader went away, and with 1.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            raise leaving.__context__ from None
+        raise
     sys.stdout.flush()
     return result if isinstance(result, int) else errors.DONE
 
@@ -123,6 +130,20 @@ def _check_command(first: str) -> None:
 def _usage_error(error: CycloptsError) -> errors.UsageError:
     chain = getattr(error, "command_chain", None) or ()
     return errors.UsageError(str(error), hint=" ".join(("edgellm", *chain, "--help")))
+
+
+def _open_closed_streams() -> None:
+    """Point standard streams that were closed (``>&-``) at nothing.
+
+    Python has None there, which nothing can write to; and the next file that is opened would get
+    the free number, and what llama.cpp prints with it.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (for as long as we run)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _reader_went_away() -> int:

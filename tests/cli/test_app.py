@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -266,3 +267,12 @@ def test_a_value_that_cannot_be_is_an_error_with_its_code(
     said = capsys.readouterr().err
     assert said.startswith("edgellm: error: ")
     assert "unexpected" not in said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's redirections")
+@pytest.mark.parametrize("command", ["--help", "config", "plan starter", "ls", "profile ls"])
+@pytest.mark.parametrize("where", [">&-", "2>&-", "<&-", "| true"])
+def test_a_closed_stream_and_a_reader_that_went_away_are_no_error(command: str, where: str) -> None:
+    shell = f"set -o pipefail; {sys.executable} -m edgellm {command} {where}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
