@@ -121,9 +121,6 @@ class Backend(Protocol):
     def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
         """Forget ``n_drop`` positions from ``start`` on and move the later ones down."""
 
-    def seq_len(self, seq_id: int) -> int:
-        """Positions the cache really holds for a sequence."""
-
     def state_get(self, seq_id: int) -> bytes:
         """All that the cache holds for a sequence, to put back later."""
 
@@ -134,9 +131,6 @@ class Backend(Protocol):
         self, spans: Sequence[Span], pooling: Pooling, *, normalize: bool
     ) -> list[tuple[float, ...]]:
         """One vector a span (or, for Pooling.NONE, the token vectors one after another)."""
-
-    def abort(self) -> None:
-        """Ask a running decode to stop as soon as it can. Any thread."""
 
     def close(self) -> None:
         """Give everything back."""

@@ -355,7 +355,6 @@ class LlamaBackend:
         self._batch = _Batch(self.limits.n_batch)
         self._piece_buffer = ctypes.create_string_buffer(256)
         self._vocabulary: list[bytes] | None = None
-        # How far below the highest logit candidates are looked for; follows what is found.
         self._greedy = self._chain([lib.llama_sampler_init_greedy()])
         n_threads = options.sample_threads or min(8, max(1, plan.params.n_threads))
         self._n_threads = n_threads
@@ -907,9 +906,6 @@ class LlamaBackend:
         lib.llama_memory_seq_rm(self._memory, seq_id, start, start + n_drop)
         lib.llama_memory_seq_add(self._memory, seq_id, start + n_drop, -1, -n_drop)
 
-    def seq_len(self, seq_id: int) -> int:
-        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
-
     def state_get(self, seq_id: int) -> bytes:
         n = lib.llama_state_seq_get_size_ext(self._ctx, seq_id, 0)
         buffer = (ctypes.c_uint8 * n)()
@@ -958,9 +954,6 @@ class LlamaBackend:
     @staticmethod
     def _floats(pointer: Any, n: int) -> Any:
         return np.ctypeslib.as_array(pointer, (n,)).copy()
-
-    def abort(self) -> None:
-        """Nothing: a callback into Python for every node of every graph would cost too much."""
 
     def close(self) -> None:
         if self._pool is not None:

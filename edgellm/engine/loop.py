@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -573,10 +572,3 @@ def _running(seq: Sequence, now: float) -> RunningRequest:
         ttft_s=times[0] - seq.arrival if times else None,
         decode_tps=(len(times) - 1) / span if span > 0 else None,
     )
-
-
-def run_in_thread(loop: Loop) -> threading.Thread:
-    """The loop in a thread of its own (for tests and benchmarks in one process)."""
-    thread = threading.Thread(target=loop.run, name="engine-loop", daemon=True)
-    thread.start()
-    return thread

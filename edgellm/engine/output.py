@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import msgspec
 
 from edgellm.engine.backend import Backend
 from edgellm.engine.sequence import Sequence
@@ -170,13 +170,14 @@ class Output:
         if group.best:
             self._release_best(group)
         last = self.events.pop()
-        self.events.append(_with_totals(last, group, now))
+        totals = {"usage": group.usage(), "timings": group.timings(now)}
+        self.events.append(msgspec.structs.replace(last, is_last=True, **totals))
 
     def _release_best(self, group: Group) -> None:
         ranked = sorted(group.sequences, key=_mean_logprob, reverse=True)
         for place, seq in enumerate(ranked[: group.request.sampling.n]):
             for event in group.held[seq.index]:
-                self.events.append(_with_index(event, place))
+                self.events.append(msgspec.structs.replace(event, index=place))
 
     def fail(self, request_id: str, error: EdgeLLMError) -> Group | None:
         """End a request with an error; its group, so that its sequences can be let go."""
@@ -200,41 +201,3 @@ class Output:
 
 def _mean_logprob(seq: Sequence) -> float:
     return seq.cum_logprob / max(1, seq.n_output)
-
-
-def _with_totals(event: TokenEvent, group: Group, now: float) -> TokenEvent:
-    return TokenEvent(
-        request_id=event.request_id,
-        index=event.index,
-        text=event.text,
-        token_ids=event.token_ids,
-        logprobs=event.logprobs,
-        prompt_logprobs=event.prompt_logprobs,
-        prompt_token_ids=event.prompt_token_ids,
-        finish_reason=event.finish_reason,
-        stop=event.stop,
-        is_last=True,
-        usage=group.usage(),
-        timings=group.timings(now),
-        warning=event.warning,
-    )
-
-
-def _with_index(event: TokenEvent, index: int) -> TokenEvent:
-    return TokenEvent(
-        request_id=event.request_id,
-        index=index,
-        text=event.text,
-        token_ids=event.token_ids,
-        logprobs=event.logprobs,
-        prompt_logprobs=event.prompt_logprobs,
-        prompt_token_ids=event.prompt_token_ids,
-        finish_reason=event.finish_reason,
-        stop=event.stop,
-        warning=event.warning,
-    )
-
-
-def prompt_array(ids: list[int] | tuple[int, ...]) -> array[int]:
-    """Token ids as the scheduler keeps them."""
-    return array("i", ids)

@@ -11,13 +11,12 @@ import math
 import os
 import random
 import re
-import threading
 import time
 from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
-from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Allowed, Limits, OnProgress, Span
+from edgellm.engine.backend import NO_CELLS, OK, Allowed, Limits, OnProgress, Span
 from edgellm.engine.info import EngineInfo, EngineOptions, Fault, LoadProgress
 from edgellm.errors import DoesNotFitError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan
@@ -124,7 +123,6 @@ class ScriptedBackend:
         self._rows: list[int] = []
         self._step = 0
         self._fired: dict[int, int] = {}
-        self._abort = threading.Event()
         self._load(on_progress, params.n_ubatch)
         self.report = LoadReport(
             measured=(MeasuredDevice(id="host"),), offloaded="0/0", build="scripted"
@@ -217,13 +215,8 @@ class ScriptedBackend:
             os.write(2, b"scripted.cpp:1: GGML_ASSERT(false) failed\n")
             os.abort()
         if fault.kind in ("hang", "slow"):
-            stopped = self._abort.wait(fault.seconds)
-            self._abort.clear()
-            return ABORTED if stopped else OK
+            time.sleep(fault.seconds)
         return OK
-
-    def abort(self) -> None:
-        self._abort.set()
 
     # -- sampling ----------------------------------------------------------------------------
 
@@ -331,9 +324,6 @@ class ScriptedBackend:
         del held[start : start + n_drop]
         for i, cell in enumerate(held[start:], start):
             cell.position = i
-
-    def seq_len(self, seq_id: int) -> int:
-        return len(self.cells.get(seq_id, ()))
 
     def state_get(self, seq_id: int) -> bytes:
         return array("q", [cell.state for cell in self.cells.get(seq_id, ())]).tobytes()
