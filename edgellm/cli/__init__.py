@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from edgellm.cli.app import main
+import sys
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    The imports are inside: Ctrl-C while they run (half a second on a busy machine) ends the program
+    as it does later, without a traceback.
+    """
+    try:
+        from edgellm.cli.app import main as run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130

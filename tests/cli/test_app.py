@@ -276,3 +276,19 @@ def test_a_closed_stream_and_a_reader_that_went_away_are_no_error(command: str, 
     shell = f"set -o pipefail; {sys.executable} -m edgellm {command} {where}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_ctrl_c_while_the_program_is_still_imported_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'cyclopts': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from edgellm.cli import main\n"
+        "sys.exit(main(['ls']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, b"")
