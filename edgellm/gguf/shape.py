@@ -355,6 +355,7 @@ def _hparams(keys: Keys) -> dict[str, Any]:
     for name, key in (
         ("attn_softcap", "attn_logit_softcapping"),
         ("final_softcap", "final_logit_softcapping"),
+        ("clamp_kqv", "attention.clamp_kqv"),
     ):
         value = keys.raw(key)
         if isinstance(value, (int, float)):

@@ -88,11 +88,16 @@ _AFTER_GATE = (
 _NORM = ("RESHAPE", "SUM_ROWS", "CLAMP", "DIV", "RESHAPE")
 
 
+def _routes_fast(n_expert: int) -> bool:
+    """ggml_cuda_should_use_topk_moe: the counts of experts that have a kernel."""
+    return n_expert in (288, 576) or (n_expert <= 512 and n_expert & (n_expert - 1) == 0)
+
+
 def _routing(nodes: Sequence[Node], i: int) -> list[tuple[Node, Node]]:
     """ggml_cuda_topk_moe_fusion: the router's nodes until the one after them."""
     ops = tuple(n.op for n in nodes[i + 1 : i + 13])
     pattern = next((p for p in _AFTER_GATE if ops[: len(p)] == p), None)
-    if pattern is None or nodes[i].op == "ARGSORT":
+    if pattern is None or nodes[i].op == "ARGSORT" or not _routes_fast(nodes[i].ne[0]):
         return []
     n = 1 + len(pattern)
     if ops[n - 1 : n - 1 + len(_NORM)] == _NORM:

@@ -90,7 +90,8 @@ class Blocks:
     host: int
     n_embd: int
     n_tokens: int
-    s_copy: Node
+    s_main: Node
+    s_extra: Node
     out_ids: Node
 
     def norm(

@@ -34,6 +34,7 @@ class Builder(RecurrentBlocks):
         self.picked = layers
         self.caches: dict[int, tuple[Node, Node | None]] = {}
         self.shared: dict[tuple[str, int], Node] = {}
+        self.router: Node | None = None
         self.windowed = not shape.has_memory or any(x.is_swa for x in shape.layers)
         """Which of llm_graph_context's build_attn: K is computed before V (iswa, no cache)."""
 
@@ -56,12 +57,24 @@ class Builder(RecurrentBlocks):
         cur = g.scale(rows) if self.style.scaled_input else rows
         if self.deepstack:
             cur = g.view(rows, (self.n_embd, n), (rows.nb[1],))
-        g.expand(rows)
+        g.expand(cur if self.style.expanded_input else rows)
         self.embedded = rows
         self.positions = g.input("i32", n * self.style.positions)
+        self.attn_scale = g.input("f32", 1, 1, n) if shape.arch == "llama4" else None
+        cur = self._positions_table(cur)
         self._attention_inputs()
         self.out_ids = g.input("i32", step.n_outputs)
         return cur
+
+    def _positions_table(self, cur: Node) -> Node:
+        """Learned positions (gpt2.cpp, starcoder.cpp)."""
+        g = self.graph
+        table = next(
+            (t for t in self.shape.input_tensors if t.name == "position_embd.weight"), None
+        )
+        if table is None or self.style.embed_norm:
+            return cur
+        return g.add(cur, g.get_rows(weight(g, table, self.host), self.positions))
 
     def _attention_inputs(self) -> None:
         g, step, n = self.graph, self.step, self.n_tokens
@@ -78,7 +91,8 @@ class Builder(RecurrentBlocks):
             self.mask = g.input(mask, n, n)
             self.swa_mask = g.input(mask, n, n)
         self.rotation = self._rotations()
-        self.s_copy = g.input("i32", step.n_seqs)
+        s_copy = g.input("i32", step.n_seqs)  # build_rs_inp: two views, shared by all blocks
+        self.s_main, self.s_extra = g.view(s_copy, (step.n_seqs,), ()), g.view(s_copy, (0,), ())
 
     def _rotations(self) -> dict[tuple[bool, str], Node]:
         """Hadamard matrices for quantised caches (llama_kv_cache: attn_rot_k, attn_rot_v)."""
@@ -116,7 +130,7 @@ class Builder(RecurrentBlocks):
         """build_qkv: one fused matrix, or three."""
         g, s, n = self.graph, layer.shape, self.n_tokens
         if "attn_qkv" in layer:
-            both = self.linear(layer, "attn_qkv", cur)
+            both = self._clamped(self.linear(layer, "attn_qkv", cur))
             nb = both.nb[1]
             q = g.view(both, (s.head_k, s.n_head, n), (4 * s.head_k, nb))
             k = g.view(both, (s.head_k, s.n_head_kv, n), (4 * s.head_k, nb))
@@ -124,7 +138,7 @@ class Builder(RecurrentBlocks):
             return q, k, v
         q = g.reshape(self._normed_flat(layer, "attn_q", cur), s.head_k, s.n_head, n)
         k = g.reshape(self._normed_flat(layer, "attn_k", cur), s.head_k, s.n_head_kv, n)
-        v_flat = self.linear(layer, "attn_v", cur) if "attn_v" in layer else k
+        v_flat = self._clamped(self.linear(layer, "attn_v", cur)) if "attn_v" in layer else k
         return q, k, g.reshape(v_flat, s.head_v, s.n_head_kv, n)
 
     def _normed_flat(self, layer: Layer, name: str, cur: Node) -> Node:
@@ -133,7 +147,10 @@ class Builder(RecurrentBlocks):
         norm = layer.get(f"{name}_norm")
         if norm is not None and norm.ne[0] == flat.ne[0] != layer.shape.head_k:
             return self.norm(flat, norm)
-        return flat
+        return self._clamped(flat)
+
+    def _clamped(self, x: Node) -> Node:
+        return self.graph.like("CLAMP", x) if self.shape.hparams.get("clamp_kqv") else x
 
     def head_norm(self, layer: Layer, name: str, x: Node) -> Node:
         norm = layer.get(f"{name}_norm")
@@ -145,10 +162,17 @@ class Builder(RecurrentBlocks):
         if self.style.borrows_cache and not layer.shape.has_kv:
             return self._attend_to_earlier(layer, cur)
         q, k, v = self.qkv(layer, cur)
-        q, k = self.head_norm(layer, "attn_q", q), self.head_norm(layer, "attn_k", k)
-        if self.style.rope == "all" or (self.style.rope == "swa" and layer.shape.is_swa):
+        late = self.style.norms_after_rope
+        if not late:
+            q, k = self.head_norm(layer, "attn_q", q), self.head_norm(layer, "attn_k", k)
+        rotates = self._rotates(layer)
+        if rotates:
             factors = self._rope_factors(layer)
             q, k = g.rope(q, self.positions, factors), g.rope(k, self.positions, factors)
+        elif self.attn_scale is not None:
+            q = g.mul(q, self.attn_scale)
+        if late:
+            q, k = self._late_norms(layer, q, k, rotates)
         if self.style.normed_v:
             v = g.like("RMS_NORM", v)
         if self.style.scaled_q:
@@ -157,6 +181,23 @@ class Builder(RecurrentBlocks):
         if self.style.gated_output:
             out = g.mul(out, g.unary(g.mul_mat(layer.need("attn_gate"), cur)))
         return self.linear(layer, "attn_output", out)
+
+    def _rotates(self, layer: Layer) -> bool:
+        """Whether a block uses RoPE: n_no_rope_layer_step is 4 where only some do."""
+        kind, il = self.style.rope, layer.il
+        if kind == "swa":
+            return layer.shape.is_swa
+        if kind == "not_fourth":
+            return (il + 1) % 4 != 0
+        return kind == "all" or (kind == "not_first_of_four" and il % 4 != 0)
+
+    def _late_norms(self, layer: Layer, q: Node, k: Node, rotates: bool) -> tuple[Node, Node]:
+        """Norms behind RoPE (hunyuan-moe.cpp), without weights in llama4.cpp."""
+        if self.shape.arch != "llama4":
+            return self.head_norm(layer, "attn_q", q), self.head_norm(layer, "attn_k", k)
+        if not rotates:
+            return q, k
+        return self.graph.like("RMS_NORM", q), self.graph.like("RMS_NORM", k)
 
     def _rope_factors(self, layer: Layer) -> Node | None:
         if self.style.factors_of_full and layer.shape.is_swa:
@@ -376,9 +417,12 @@ class Builder(RecurrentBlocks):
         chosen, weights = self._route(layer, logits, n_expert, used)
         g.expand(weights)
         x = g.reshape(cur, cur.ne[0], 1, n)
+        if self.style.weighed_input:
+            x = g.mul(g.new("REPEAT", (cur.ne[0], used, n), x), weights)
         hidden = self._experts(layer, x, chosen)
         out = self._expert_linear(layer, "ffn_down_exps", hidden, chosen)
-        out = g.mul(out, weights)
+        if not self.style.weighed_input:
+            out = g.mul(out, weights)
         g.expand(out)
         parts = [g.view(out, (out.ne[0], n), (out.nb[2],)) for _ in range(used)]
         for part in parts:
@@ -448,7 +492,7 @@ class Builder(RecurrentBlocks):
         g = self.graph
         if "ffn_gate_inp" not in layer:
             return self.ffn(layer, cur)
-        out = self.moe(layer, cur)
+        out = self.moe(layer, cur, self.router)
         if "ffn_up_shexp" not in layer:
             return out
         shared = self.ffn(layer, cur, "_shexp")
@@ -495,6 +539,8 @@ class Builder(RecurrentBlocks):
         if style.gated_q:
             g.expand(cur)
         normed, early = cur, last and not style.late_outputs
+        if style.router_first:
+            self.router = g.mul_mat(layer.need("ffn_gate_inp"), x)
         if style.one_part:
             return self._one_part(layer, cur, x, early)
         cur = self.mixer(layer, cur, x)
@@ -503,6 +549,8 @@ class Builder(RecurrentBlocks):
             return self._after_mixer(layer, g.get_rows(x, self.out_ids) if early else x, pin)
         if early:
             cur, x = g.get_rows(cur, self.out_ids), g.get_rows(x, self.out_ids)
+            if self.router is not None:
+                self.router = g.get_rows(self.router, self.out_ids)
             if style.parallel in ("norm", "attn", "phi"):
                 normed = g.get_rows(normed, self.out_ids)
         if style.parallel:
@@ -512,7 +560,8 @@ class Builder(RecurrentBlocks):
             cur = self.norm(cur, after_attn, pin=pin)
         if style.scaled_residual:
             cur = g.scale(cur)
-        cur = g.add(x, cur) if style.residual_first else g.add(cur, x)
+        first = style.residual_first or style.attn_residual_first
+        cur = g.add(x, cur) if first else g.add(cur, x)
         return self._after_mixer(layer, cur, pin)
 
     def _one_part(self, layer: Layer, cur: Node, x: Node, early: bool) -> Node:
@@ -527,7 +576,7 @@ class Builder(RecurrentBlocks):
     def _after_mixer(self, layer: Layer, residual: Node, pin: int | None) -> Node:
         """Norm, feed-forward, residual, and what some architectures add behind."""
         g, style = self.graph, self.style
-        before = layer.get("ffn_norm")
+        before = layer.get("ffn_norm") or layer.get("attn_output_norm")
         if before is None and not style.post_norm:
             before = layer.get("post_attention_norm")
         if "pre_ffw_norm_2" in layer:
@@ -636,7 +685,12 @@ class Builder(RecurrentBlocks):
         if late and shape.arch == "gpt-oss":
             cur.is_output = True
             cur = g.get_rows(cur, self.out_ids)
-        cur = self.norm(cur, weight(g, norm, place) if norm else None)
+        bias = own.get("output_norm.bias")
+        cur = self.norm(
+            cur,
+            weight(g, norm, place) if norm else None,
+            weight(g, bias, place) if bias else None,
+        )
         if late and shape.arch != "gpt-oss":
             cur.is_output = self.style.keeps_hidden
             cur = g.get_rows(cur, self.out_ids)

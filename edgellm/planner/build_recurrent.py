@@ -15,13 +15,12 @@ class RecurrentBlocks(Blocks):
 
     def state(self, cache: Node) -> Node:
         """build_rs: the rows of the sequences of this step."""
-        g, seqs = self.graph, self.step.n_seqs
+        g = self.graph
         rows = g.reshape(cache, *cache.ne[:2])
         g.expand(g.in_place("SCALE", g.view(rows, (0,), ())))
-        ids = g.view(self.s_copy, (seqs,), ())
-        out = g.get_rows(rows, ids)
+        out = g.get_rows(rows, self.s_main)
         g.expand(out)
-        extra = g.get_rows(rows, g.view(self.s_copy, (0,), ()))
+        extra = g.get_rows(rows, self.s_extra)
         g.expand(g.cpy(extra, g.view(cache, (cache.ne[0], 0), (cache.nb[1],))))
         return out
 
@@ -167,12 +166,12 @@ class RecurrentBlocks(Blocks):
         cache = g.placed("f32", (layer.shape.s_width, seqs), layer.cache_place)
         rows = g.reshape(cache, *cache.ne[:2])
         g.expand(g.in_place("SCALE", g.view(rows, (0,), ())))
-        ids = g.view(self.s_copy, (seqs,), ())
         count = x.ne[0] * x.ne[1] * x.ne[2] * x.ne[3] + size * seqs
         dt, b, c = rest
-        out = g.new("SSM_SCAN", (count,), rows, x, dt, layer.need("ssm_a"), b, c, ids)
+        states = g.reshape(rows, size // (x.ne[0] * x.ne[1]), x.ne[0], x.ne[1], seqs)
+        out = g.new("SSM_SCAN", (count,), states, x, dt, layer.need("ssm_a"), b, c, self.s_main)
         g.expand(out)
-        extra = g.get_rows(rows, g.view(self.s_copy, (0,), ()))
+        extra = g.get_rows(rows, self.s_extra)
         g.expand(g.cpy(extra, g.view(cache, (cache.ne[0], 0), (cache.nb[1],))))
         states = g.view(out, (size, seqs))
         g.expand(g.cpy(states, g.view(cache, (size, seqs), (cache.nb[1],))))

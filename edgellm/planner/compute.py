@@ -81,7 +81,7 @@ def compute_bytes(
     backends = [*(gpu_backend(gpu) for gpu in gpus), HOST_BACKEND]
     full = bool(gpus) and HOST not in devices
     copies = PIPELINE_COPIES if full and runs_pipelined(params, gpus) else 1
-    if every_block and len({*places, *experts}) > 1:
+    if every_block:
         picked = [(il, places[il], experts[il]) for il in range(shape.n_layer)]
     else:
         picked = representative(shape, places, experts, host)

@@ -20,7 +20,8 @@ class Style:
     keeps_hidden: bool = False
     """The hidden state of every token is an output (for next-token prediction)."""
     rope: str = "all"
-    """all, none, or swa (only sliding layers)."""
+    """all, none, swa (only sliding layers), not_fourth or not_first_of_four."""
+    norms_after_rope: bool = False
     scaled_q: bool = False
     scaled_input: bool = False
     parallel: str = ""
@@ -42,6 +43,13 @@ class Style:
     scaled_residual: bool = False
     """What attention and feed-forward add is scaled first."""
     embed_norm: bool = False
+    router_first: bool = False
+    """Experts are chosen by the block's input, before attention."""
+    weighed_input: bool = False
+    """Experts' inputs are weighed, not what they give (llama4)."""
+    attn_residual_first: bool = False
+    expanded_input: bool = False
+    """Embeddings are scaled by build_inp_embd, before anything else is computed."""
     normed_v: bool = False
     """V goes through a norm without weights."""
     factors_of_full: bool = False
@@ -63,6 +71,7 @@ _NO_ROPE: Final = names(
 )
 _GEMMA: Final = Style(scaled_q=True, scaled_input=True)
 _NEXT: Final = Style(late_outputs=True, keeps_hidden=True, gated_q=True, positions=4)
+_GRANITE: Final = Style(scaled_input=True, expanded_input=True, scaled_residual=True)
 _SIGMOID: Final = Style(gating="sigmoid")
 _STYLES: Final[dict[str, Style]] = {
     "afmoe": Style(gating="sigmoid", gated_output=True, scaled_input=True, rope="swa"),
@@ -90,11 +99,20 @@ _STYLES: Final[dict[str, Style]] = {
         late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
     ),
     "gptneox": Style(parallel="input"),
-    "granite": Style(scaled_input=True, scaled_residual=True),
-    "granitehybrid": Style(scaled_input=True, scaled_residual=True),
-    "granitemoe": Style(scaled_input=True, scaled_residual=True),
+    "granite": _GRANITE,
+    "granitehybrid": _GRANITE,
+    "granitemoe": _GRANITE,
+    "hunyuan-dense": Style(norms_after_rope=True),
+    "hunyuan-moe": Style(norms_after_rope=True),
     "jamba": Style(residual_first=True, norm_weights=False),
     "kimi-linear": Style(gating="sigmoid"),
+    "llama4": Style(
+        rope="not_fourth",
+        norms_after_rope=True,
+        gating="sigmoid",
+        norm_weights=False,
+        weighed_input=True,
+    ),
     "lfm2": Style(residual_first=True),
     "lfm2moe": Style(residual_first=True, gating="sigmoid"),
     "mamba": Style(one_part=True),
@@ -105,14 +123,18 @@ _STYLES: Final[dict[str, Style]] = {
     "nemotron_h": Style(one_part=True, late_outputs=True, keeps_hidden=True),
     "nemotron_h_moe": Style(one_part=True, late_outputs=True, keeps_hidden=True, gating="sigmoid"),
     "olmo2": Style(post_norm=True),
-    "phi2": Style(parallel="phi"),
+    "openelm": Style(attn_residual_first=True),
+    "phi2": Style(parallel="phi", scaled_q=True),
     "phi3": Style(scaled_q=True, ffn_residual_first=True),
+    "qwen2moe": Style(norm_weights=False),
     "qwen2vl": Style(positions=4),
     "qwen35": _NEXT,
     "qwen35moe": _NEXT,
     "qwen3next": replace(_NEXT, positions=1),
     "qwen3vl": Style(positions=4),
     "qwen3vlmoe": Style(positions=4),
+    "smallthinker": Style(rope="not_first_of_four", router_first=True),
+    "smollm3": Style(rope="not_fourth"),
 }
 
 
@@ -121,7 +143,8 @@ def style_of(shape: ModelShape) -> Style:
     style = _STYLES.get(shape.arch, Style())
     if shape.arch in _LAYER_NORM:
         style = replace(style, norm="NORM")
-    if shape.arch in _NO_ROPE:
+    # baichuan.cpp: 40 layers make the 13B, with ALiBi; only the 7B's 32 are known to rotate
+    if shape.arch in _NO_ROPE or (shape.arch == "baichuan" and shape.n_layer != 32):
         style = replace(style, rope="none")
     weights = shape.hparams.get("expert_weights_norm")
     if shape.arch in ("deepseek2", "glm4moe", "dots1"):
