@@ -12,7 +12,6 @@ from edgellm.config import Settings
 from edgellm.devices import Devices
 from edgellm.errors import DoesNotFitError, DownloadError, GGUFError
 from edgellm.gguf.reader import GGUFFile, parse_header, read_gguf
-from edgellm.gguf.remote import read_gguf_url
 from edgellm.gguf.shape import model_shape
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
@@ -47,6 +46,8 @@ def find_header(ref: str, settings: Settings, devices: Devices | None = None) ->
     if resolved.path is not None:
         return read_gguf(resolved.path)
     if resolved.url is not None:
+        from edgellm.gguf.remote import read_gguf_url  # HTTP, and only for what is not here
+
         return read_gguf_url(resolved.url)
     if resolved.hub is None:
         raise DownloadError(f"{ref}: no address is known for it")
@@ -77,6 +78,8 @@ def choice_header(choice: Choice) -> GGUFFile:
     first = choice.files[0]
     digest = first.sha256 if len(choice.files) == 1 else None
     try:
+        from edgellm.gguf.remote import read_gguf_url
+
         return read_gguf_url(first.url, headers=hub.request_headers(), digest=digest)
     except DownloadError as error:
         raise hub.explain(error, hub.repo_of(first.url)) from error

@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
 from edgellm import devices as devices_
 from edgellm.config import PlanSettings, Settings
 from edgellm.devices import Devices
-from edgellm.engine.build import require_engine
-from edgellm.engine.client import Engine, OnProgress, Replan
 from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.errors import (
     ConfigError,
@@ -38,6 +36,9 @@ from edgellm.planner.types import KV_BLOCK
 from edgellm.store import catalog
 from edgellm.units import parse_bytes
 from edgellm.workers import Pool, as_gpus
+
+if TYPE_CHECKING:  # planning a model, most of what commands do, needs none of the engine
+    from edgellm.engine.client import Engine, OnProgress, Replan
 
 
 def plan_model(
@@ -70,6 +71,9 @@ async def open_engine(
 
     Raises what its parts raise: ModelNotFoundError, GGUFError, DoesNotFitError, EngineError.
     """
+    from edgellm.engine.build import require_engine
+    from edgellm.engine.client import Engine
+
     settings = settings or Settings()
     backend = backend or settings.engine.backend
     if backend == "llama":
@@ -267,7 +271,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 Planner: TypeAlias = Callable[[ModelSpec, Devices, PlanRequest | None], Plan]
 """Asked with what is free and, where not the settings' own, what is wanted."""
-Loader: TypeAlias = Callable[[Plan, OnProgress], Awaitable[Engine]]
+Loader: TypeAlias = "Callable[[Plan, OnProgress], Awaitable[Engine]]"
 
 # Measured memory that a driver gives back may fall a little short of the plan.
 _RELEASED: Final = 0.8
@@ -674,6 +678,9 @@ def make_runtime(
     options: EngineOptions | None = None,
 ) -> Runtime:
     """A Runtime over models of this machine, planned and run as the settings say."""
+    from edgellm.engine.build import require_engine
+    from edgellm.engine.client import Engine
+
     plan = settings.plan
     vram, only = _vram(plan), _backend(plan)
     plan_request(settings)  # what is wrong with the settings is said before anything is served

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,8 @@ def plan(
 
 def prove(made: Plan, devices: Devices) -> Plan:
     """``made`` with the compute buffers of a dry run. Raises EngineError, UsageError."""
+    import asyncio
+
     from edgellm.engine.client import dry_run as run
 
     if any(gpu.hypothetical for gpu in devices.gpus) or not Path(made.model.path).is_file():

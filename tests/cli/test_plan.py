@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,31 @@ def test_words(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_dry_run_needs_this_machine(model: str) -> None:
     assert main(["plan", model, "--vram", "4GiB", "--dry-run"]) == 2
+
+
+HEAVY = {
+    "edgellm.engine.client",
+    "edgellm.engine.wire",
+    "edgellm.store.hub",
+    "edgellm.store.transfer",
+    "edgellm.gguf.remote",
+    "http.client",
+    "urllib.request",
+    "numpy",
+    "llama_cpp",
+    "huggingface_hub",
+    "textual",
+}
+
+
+def test_a_plan_of_a_local_file_loads_no_engine_and_no_http(model: str) -> None:
+    """The command is to take a third of a second: what it does not need stays unloaded."""
+    script = (
+        "import sys\nfrom edgellm.cli.app import main\n"
+        f"main(['plan', {model!r}, '--vram', '6GiB', '--ram', '16GiB', '--json'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert not HEAVY & set(done.stderr.split())
