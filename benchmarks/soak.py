@@ -135,6 +135,7 @@ async def soak(args: argparse.Namespace) -> int:
             ends[end] = ends.get(end, 0) + 1
             if i % max(1, args.requests // 10) == 0:
                 memory.append(child.memory_info().rss)
+                print(f"{sum(ends.values())} of {args.requests}", flush=True)
 
     began = time.monotonic()
     await asyncio.gather(*(guarded(i) for i in range(args.requests)))
