@@ -163,7 +163,7 @@ def anthropic_body(p: Problem, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-def invalid_json(error: ValueError | RecursionError) -> Problem:
+def invalid_json(error: Exception) -> Problem:
     """A body that is not JSON, or JSON of another shape than the endpoint takes."""
     if isinstance(error, RecursionError):
         return Problem(400, "the JSON body is nested too deeply", code="invalid_json")

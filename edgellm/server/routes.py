@@ -80,6 +80,13 @@ def _all() -> list[Route]:
             "Answer an input; stored unless store is false.",
             responses_wire.ResponseBody,
         ),
+        r(
+            "POST",
+            "/v1/responses/input_tokens",
+            responses.input_tokens,
+            "How many tokens an input has.",
+            responses_wire.ResponseBody,
+        ),
         r("GET", "/v1/responses/{id}", responses.retrieve, "A stored response."),
         r("DELETE", "/v1/responses/{id}", responses.delete, "Forget a stored response."),
         r(

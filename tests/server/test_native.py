@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
 from collections.abc import Iterator
@@ -147,8 +148,6 @@ def test_a_native_stream_ends_with_the_final_object(http: httpx.Client) -> None:
         "POST", "/completion", json={"prompt": TEXT, "n_predict": 5, "stream": True, "seed": 1}
     ) as answer:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
-    import json
-
     decoded = [json.loads(event) for event in events]
     assert [event["stop"] for event in decoded] == [False] * 5 + [True]
     text = "".join(event["content"] for event in decoded)
@@ -167,6 +166,93 @@ def test_prompts_in_lists_ids_and_objects(http: httpx.Client) -> None:
     assert [answer["index"] for answer in several.json()] == [0, 1, 2, 3]
     mixed = http.post("/completion", json={"prompt": [5, "text", 6], "n_predict": 2})
     assert mixed.status_code == 200
+
+
+def test_a_list_of_one_prompt_is_answered_as_the_prompt_alone(http: httpx.Client) -> None:
+    assert isinstance(
+        http.post("/completion", json={"prompt": [TEXT], "n_predict": 2}).json(), dict
+    )
+
+
+def test_the_prompt_of_token_ids_is_shown_as_text(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"content": TEXT}).json()["tokens"]
+    assert http.post("/completion", json={"prompt": ids, "n_predict": 1}).json()["prompt"] == TEXT
+
+
+@pytest.mark.parametrize("prompts", [TEXT, [TEXT, "another"]])
+def test_each_of_n_native_answers_stands_alone(
+    http: httpx.Client, prompts: str | list[str]
+) -> None:
+    n_prompts = 1 if isinstance(prompts, str) else len(prompts)
+    body = {"prompt": prompts, "n_predict": 3, "n": 2, "return_tokens": True}
+    answers = http.post("/completion", json=body).json()
+    assert [answer["index"] for answer in answers] == list(range(2 * n_prompts))
+    for answer in answers:
+        assert len(answer["tokens"]) == answer["tokens_predicted"] == 3
+        assert answer["tokens_evaluated"] > 0
+    with http.stream("POST", "/completion", json={**body, "stream": True}) as streamed:
+        events = [json.loads(x[6:]) for x in streamed.iter_lines() if x.startswith("data: ")]
+    assert sorted(e["index"] for e in events if e["stop"]) == list(range(2 * n_prompts))
+
+
+def test_the_settings_are_those_that_llama_server_shows(http: httpx.Client) -> None:
+    answer = http.post("/completion", json={"prompt": TEXT, "n_predict": 1}).json()
+    shown = answer["generation_settings"]
+    assert {"samplers", "dry_multiplier", "mirostat", "xtc_probability", "n_keep"} <= set(shown)
+    params = http.get("/props").json()["default_generation_settings"]["params"]
+    assert set(params) == set(shown)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": TEXT, "n_predict": 4.0, "top_k": 40.0}),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 4.0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1.0}),
+    ],
+)
+def test_a_whole_number_may_be_written_as_a_float(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = http.post(path, json={"max_tokens": 4, **body})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_part_of_a_token_is_a_mistake(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 4.5})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
+def test_minus_one_token_is_as_many_as_fit(http: httpx.Client) -> None:
+    end = {"max_tokens": -1, "stop": ["e"]}
+    chat = {"messages": [{"role": "user", "content": "x"}], **end}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    assert http.post("/v1/completions", json={"prompt": TEXT, **end}).status_code == 200
+
+
+def test_no_tokens_of_a_completion_are_no_text(http: httpx.Client) -> None:
+    body = http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 0}).json()
+    assert body["choices"][0]["text"] == ""
+    assert body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(("given", "n_top"), [(True, 1), (False, None)])
+def test_logprobs_of_a_completion_may_be_a_yes_or_no(
+    http: httpx.Client, given: bool, n_top: int | None
+) -> None:
+    body = {"prompt": TEXT, "max_tokens": 2, "logprobs": given}
+    shown = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert (shown is None) is (n_top is None)
+    if shown is not None:
+        assert len(shown["token_logprobs"]) == 2
+
+
+def test_a_schema_beside_the_type_is_enforced(http: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    wrong = {"type": "json_schema", "schema": {"type": "no such type"}}
+    answer = http.post("/v1/chat/completions", json={**chat, "response_format": wrong})
+    assert answer.status_code == 400
 
 
 def test_probabilities_and_chosen_fields(http: httpx.Client) -> None:
@@ -194,6 +280,21 @@ def test_text_to_tokens_and_back(http: httpx.Client) -> None:
     assert all({"id", "piece"} <= set(piece) for piece in pieces)
 
 
+def test_texts_and_ids_are_tokenized_together(http: httpx.Client) -> None:
+    def tokens(content: Any) -> list[int]:
+        found: list[int] = http.post("/tokenize", json={"content": content}).json()["tokens"]
+        return found
+
+    assert tokens([5, "a b", 6]) == [5, *tokens("a b"), 6]
+
+
+def test_the_length_of_a_response_before_it_is_asked_for(http: httpx.Client) -> None:
+    body = {"input": "Hi there", "instructions": "Be brief."}
+    counted = http.post("/v1/responses/input_tokens", json=body).json()
+    used = http.post("/v1/responses", json={**body, "max_output_tokens": 1}).json()["usage"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": used["input_tokens"]}
+
+
 def test_the_rendered_prompt_and_its_length(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "Hi there"}]}
     prompt = http.post("/apply-template", json=body).json()["prompt"]
@@ -210,6 +311,8 @@ def test_props_and_slots(http: httpx.Client) -> None:
     assert props["total_slots"] == 8
     assert props["model_path"].endswith(".gguf")
     assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert props["default_generation_settings"]["params"]["temperature"] == pytest.approx(0.8)
+    assert [model["name"] for model in http.get("/v1/models").json()["models"]] == ["starter"]
     slots = http.get("/slots").json()
     assert len(slots) == 8
     assert not any(slot["is_processing"] for slot in slots)
@@ -222,12 +325,42 @@ def test_infill_needs_a_model_that_can(http: httpx.Client) -> None:
         assert "fill-in-the-middle" in answer.json()["error"]["message"]
 
 
-def test_paths_without_v1_carry_timings_and_llama_servers_error_type(http: httpx.Client) -> None:
-    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    assert "timings" in http.post("/chat/completions", json=chat).json()
-    assert "timings" not in http.post("/v1/chat/completions", json=chat).json()
-    asked = http.post("/v1/chat/completions", json={**chat, "timings": True}).json()
-    assert asked["timings"]["predicted_n"] == 2
+def last_chunk(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with http.stream("POST", path, json={**body, "stream": True}) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    found: dict[str, Any] = json.loads(events[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+    ],
+)
+def test_answers_and_last_chunks_carry_llama_servers_timings_unless_told_not_to(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    body = {**body, "max_tokens": 2}
+    usage = {"stream_options": {"include_usage": True}}
+    assert http.post(path, json=body).json()["timings"]["predicted_n"] == 2
+    assert last_chunk(http, path, body)["timings"]["predicted_n"] == 2
+    assert last_chunk(http, path, {**body, **usage})["timings"]["predicted_n"] == 2
+    without = {**body, "timings": False}
+    assert "timings" not in http.post(path, json=without).json()
+    assert "timings" not in last_chunk(http, path, without)
+
+
+def test_the_first_chunk_of_a_chat_has_no_timings(http: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=chat) as answer:
+        first = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    assert "timings" not in json.loads(first[6:])
+
+
+def test_paths_without_v1_have_llama_servers_error_type(http: httpx.Client) -> None:
+    chat = {"max_tokens": 2}
     long = {**chat, "messages": [{"role": "user", "content": "word " * 5000}]}
     assert (
         http.post("/chat/completions", json=long).json()["error"]["type"]

@@ -195,7 +195,7 @@ def test_the_model_list_and_one_model(client: OpenAI) -> None:
     ("change", "error", "param"),
     [
         ({"model": "gpt-9"}, openai.NotFoundError, None),
-        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": -2}, openai.BadRequestError, "max_tokens"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
         ({"temperature": 99}, openai.BadRequestError, "temperature"),
         ({"messages": []}, openai.BadRequestError, "messages"),

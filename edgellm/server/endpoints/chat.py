@@ -34,6 +34,7 @@ from edgellm.server.core import Server, View
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
+    NO_LIMIT,
     ResponseFormat,
     SamplingFields,
     explicit_grammar,
@@ -175,14 +176,13 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
         **more,
     )
     options = body.stream_options
-    is_native = not call.path.startswith("/v1/")
     return Job(
         request=await make_request(server, call, view, body, prepared=prepared, sampling=sampling),
         prepared=prepared,
         id="chatcmpl-" + secrets.token_hex(12),
         created=int(time.time()),
         wants_logprobs=bool(body.logprobs),
-        wants_timings=bool(body.timings or body.timings_per_token) or is_native,
+        wants_timings=body.timings is not False,
         wants_usage=bool(options and options.include_usage),
         is_verbose=bool(body.verbose),
     )
@@ -220,11 +220,11 @@ async def make_request(
 
 
 def max_tokens_of(body: ChatBody) -> int | None:
-    """The first that is given of the three names; llama-server's n_predict -1 is no limit."""
-    for value in (body.max_completion_tokens, body.max_tokens):
+    """The first that is given of the three names; -1 is no limit, as llama-server takes it."""
+    for value in (body.max_completion_tokens, body.max_tokens, body.n_predict):
         if value is not None:
-            return value
-    return None if body.n_predict is None or body.n_predict < 0 else body.n_predict
+            return None if value == NO_LIMIT else value
+    return None
 
 
 def grammar_of(prepared: PreparedChat, fields: SamplingFields) -> Grammar | None:
@@ -530,7 +530,7 @@ class ChunkWriter:
             else:
                 chunks.append(self._chunk(_delta_body(delta)))
         if event.finish_reason is not None:
-            chunks.append(self._finish())
+            chunks.append(self._finish(event))
         return b"".join(chunks)
 
     def _begin(self) -> bytes:
@@ -538,13 +538,18 @@ class ChunkWriter:
         delta = b'{"role":"assistant","content":null,"refusal":null'
         return self._head + delta + self._text_tail
 
-    def _finish(self) -> bytes:
-        choice = self._choice
-        extra = {}
-        warnings = warnings_of(self._job, [choice])
+    def _finish(self, event: TokenEvent) -> bytes:
+        choice, job = self._choice, self._job
+        extra: dict[str, Any] = {}
+        warnings = warnings_of(job, [choice])
         if warnings:
             extra["warnings"] = warnings
-        return self._chunk({}, finish=choice.finish_reason(), extra=extra)
+        chunk = self._chunk({}, finish=choice.finish_reason(), extra=extra)
+        if job.wants_usage or not job.wants_timings or event.usage is None:
+            return chunk
+        # No chunk with the usage follows: the timings close this one, as llama-server does it.
+        timings = generate.timings_body(event.usage, event.timings or RequestTimings())
+        return chunk.removesuffix(b"}\n\n") + b',"timings":' + encode(timings) + b"}\n\n"
 
     def _chunk(
         self,

@@ -25,6 +25,7 @@ from edgellm.server.core import Server, View
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
+    NO_LIMIT,
     explicit_grammar,
     format_grammar,
     priority_of,
@@ -163,26 +164,27 @@ async def prepare(server: Server, call: Call, view: View, body: CompletionBody) 
         echo_texts=tuple(texts),
         wants_logprobs=sampling.logprobs is not None,
         wants_usage=bool(options and options.include_usage),
-        wants_timings=bool(body.timings or body.timings_per_token),
+        wants_timings=body.timings is not False,
         only_prompt=body.max_tokens == 0,
     )
 
 
 async def _sampling(server: Server, view: View, body: CompletionBody) -> SamplingParams:
     more: dict[str, Any] = {}
-    if body.logprobs is not None:
-        more["logprobs"] = body.logprobs
+    if body.logprobs is not None and body.logprobs is not False:
+        # true is the chat endpoint's way to ask: the chosen token's alone.
+        more["logprobs"] = 0 if body.logprobs is True else body.logprobs
         more["prompt_logprobs"] = bool(body.echo)
     if body.best_of is not None:
         more["best_of"] = body.best_of
         if body.stream and body.best_of > (body.n or 1):
             raise InvalidRequestError("best_of cannot be streamed", param="best_of")
-    # Scoring a prompt takes max_tokens 0; the engine then makes one token that nobody is shown.
+    # max_tokens 0 (scoring or warming a prompt): the engine makes one token that nobody is shown.
     max_tokens = max_tokens_of(body)
     return sampling_params(
         body,
         server.options.sampling,
-        max_tokens=1 if max_tokens == 0 and body.echo else max_tokens,
+        max_tokens=1 if max_tokens == 0 else max_tokens,
         logit_bias=await generate.logit_bias(body, view),
         grammar=explicit_grammar(body) or format_grammar(body.response_format),
         **more,
@@ -190,11 +192,10 @@ async def _sampling(server: Server, view: View, body: CompletionBody) -> Samplin
 
 
 def max_tokens_of(body: CompletionBody) -> int | None:
-    """max_tokens, else llama-server's n_predict (negative: no limit), else OpenAI's 16."""
-    if body.max_tokens is not None:
-        return body.max_tokens
-    if body.n_predict is not None:
-        return None if body.n_predict < 0 else body.n_predict
+    """max_tokens, else llama-server's n_predict (-1: no limit), else OpenAI's 16."""
+    for value in (body.max_tokens, body.n_predict):
+        if value is not None:
+            return None if value == NO_LIMIT else value
     return DEFAULT_MAX_TOKENS
 
 
@@ -337,7 +338,17 @@ class ChunkWriter:
             chunks = self._chunk(choice, text, b"null")
         if event.finish_reason is not None:
             chunks += self._chunk(choice, "", encode(choice.finish_reason()))
+            chunks = self._with_timings(chunks, event)
         return chunks
+
+    def _with_timings(self, chunk: bytes, event: TokenEvent) -> bytes:
+        """The last chunk carries the timings where no chunk with the usage follows."""
+        job = self._job
+        alone = len(job.requests) == 1 and job.wants_timings and not job.wants_usage
+        if not alone or event.usage is None:
+            return chunk
+        timings = generate.timings_body(event.usage, event.timings or RequestTimings())
+        return chunk.removesuffix(b"}\n\n") + b',"timings":' + encode(timings) + b"}\n\n"
 
     def _chunk(self, choice: Choice, text: str, finish: bytes) -> bytes:
         logprobs = b"null"

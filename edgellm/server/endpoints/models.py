@@ -21,6 +21,8 @@ async def list_models(server: Server, call: Call) -> None:
         {
             "object": "list",
             "data": data,
+            # llama-server's second list; its page looks for what a model can do here.
+            "models": [_as_llama_server(server, item) for item in data],
             "has_more": False,
             "first_id": data[0]["id"] if data else None,
             "last_id": data[-1]["id"] if data else None,
@@ -63,6 +65,32 @@ def _describe_group(server: Server, group: Group) -> dict[str, Any]:
     if lengths:
         body["max_model_len"] = body["context_length"] = min(lengths)
     return body
+
+
+def _as_llama_server(server: Server, item: dict[str, Any]) -> dict[str, Any]:
+    meta = item.get("meta") or {}
+    lease = next((x for x in server.runtime.loaded() if x.name == item["id"]), None)
+    can = "embedding" if lease is not None and lease.engine.info.is_encoder else "completion"
+    return {
+        "name": item["id"],
+        "model": item["id"],
+        "modified_at": item["created_at"],
+        "size": meta.get("size", ""),
+        "digest": "",
+        "type": "model",
+        "description": "",
+        "tags": item["tags"],
+        "capabilities": [can],
+        "parameters": "",
+        "details": {
+            "parent_model": "",
+            "format": "gguf",
+            "family": meta.get("arch", ""),
+            "families": [meta["arch"]] if meta else [],
+            "parameter_size": "",
+            "quantization_level": meta.get("quant", ""),
+        },
+    }
 
 
 def describe(server: Server, status: ModelStatus) -> dict[str, Any]:

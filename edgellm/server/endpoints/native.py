@@ -142,7 +142,8 @@ async def _prompts(view: View, prompt: Any) -> tuple[list[str | tuple[int, ...]]
     if any(isinstance(item, int) for item in prompt):
         return [await _mixed(view, prompt)], False
     found = [await _mixed(view, item) if isinstance(item, list) else _text(item) for item in prompt]
-    return found, True
+    # llama-server answers a list of one prompt as if it stood alone.
+    return found, len(found) > 1
 
 
 def _text(prompt: str | PromptObject) -> str:
@@ -172,12 +173,14 @@ async def _mixed(view: View, items: Sequence[Any]) -> tuple[int, ...]:
 
 
 class Answer:
-    """One prompt's answer as it grows."""
+    """One answer as it grows: of a prompt, or one of the ``n`` of a prompt."""
 
     def __init__(self, job: Job, request: Request, place: int) -> None:
         self.job = job
         self.request = request
         self.place = place
+        self.prompt = ""
+        """As text, also when token ids were sent."""
         self.parts: list[str] = []
         self.tokens: list[int] = []
         self.probs: list[dict[str, Any]] = []
@@ -209,8 +212,8 @@ class Answer:
             "model": view.name,
             "tokens_predicted": self.usage.n_output,
             "tokens_evaluated": self.usage.n_prompt,
-            "generation_settings": _settings(view, self.request.sampling),
-            "prompt": self.request.prompt,
+            "generation_settings": settings_body(view, self.request.sampling),
+            "prompt": self.prompt,
             "has_new_line": "\n" in text,
             "truncated": self.usage.n_slid > 0,
             "stop_type": kind,
@@ -223,7 +226,33 @@ class Answer:
         return _chosen(body, self.job.fields)
 
 
-def _settings(view: View, sampling: SamplingParams) -> dict[str, Any]:
+# The settings of llama-server's samplers that are not here, as they are when they are off
+# (server-task.cpp, task_params::to_json), and the order in which tokens are chosen.
+_OFF: Final[dict[str, Any]] = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.0,
+    "n_keep": 0,
+    "n_discard": 0,
+    "min_keep": 0,
+    "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+    "lora": [],
+}
+
+
+def settings_body(view: View, sampling: SamplingParams) -> dict[str, Any]:
     """The sampling as llama-server names it."""
     limit = -1 if sampling.max_tokens is None else sampling.max_tokens
     biases: list[dict[str, Any]] = [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()]
@@ -231,6 +260,7 @@ def _settings(view: View, sampling: SamplingParams) -> dict[str, Any]:
         # llama-server forbids the end tokens with an infinite bias, which JSON writes as null.
         biases += [{"token": t, "bias": None} for t in view.info.eog_ids]
     return {
+        **_OFF,
         "n_predict": limit,
         "max_tokens": limit,
         "seed": 4294967295 if sampling.seed is None else sampling.seed,
@@ -243,8 +273,6 @@ def _settings(view: View, sampling: SamplingParams) -> dict[str, Any]:
         "repeat_penalty": sampling.repeat_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "adaptive_target": -1.0,
-        "adaptive_decay": 0.0,
         "stop": list(sampling.stop),
         "ignore_eos": sampling.ignore_eos,
         "logit_bias": biases,
@@ -288,29 +316,55 @@ def _prob(entry: TokenLogprob, as_probs: bool) -> dict[str, Any]:
 
 
 async def _run(server: Server, call: Call, view: View, job: Job, is_stream: bool) -> None:
-    answers = [Answer(job, request, i) for i, request in enumerate(job.requests)]
+    groups = await _answers(view, job)
     sources = [generate.events(server, call, view, request) for request in job.requests]
     if is_stream:
-        await _stream(server, call, view, answers, sources)
+        await _stream(server, call, view, groups, sources)
         return
     async for place, event in generate.merged(sources):
-        answers[place].take(event)
-    bodies = [answer.body(view) for answer in answers]
-    await call.json(bodies if job.is_many else bodies[0])
+        groups[place][event.index].take(event)
+    bodies = [answer.body(view) for group in groups for answer in _shared(group)]
+    await call.json(bodies if len(bodies) > 1 or job.is_many else bodies[0])
+
+
+async def _answers(view: View, job: Job) -> list[list[Answer]]:
+    """An empty answer for each of ``n`` of each prompt; the index counts through all."""
+    groups: list[list[Answer]] = []
+    for request in job.requests:
+        n, prompt = request.sampling.n, request.prompt
+        group = [Answer(job, request, len(groups) * n + k) for k in range(n)]
+        text = prompt if isinstance(prompt, str) else await view.engine.detokenize(list(prompt))
+        for answer in group:
+            answer.prompt = text
+        groups.append(group)
+    return groups
+
+
+def _shared(group: list[Answer]) -> list[Answer]:
+    """The answers of one prompt with its counts, which came with the last event of all; of the
+    generated tokens each has its own."""
+    if len(group) > 1:
+        last = max(group, key=lambda answer: answer.usage.n_prompt)
+        for answer in group:
+            n_output = len(answer.tokens)
+            answer.usage = msgspec.structs.replace(last.usage, n_output=n_output)
+            answer.timings = last.timings
+    return group
 
 
 async def _stream(
-    server: Server, call: Call, view: View, answers: list[Answer], sources: Any
+    server: Server, call: Call, view: View, groups: list[list[Answer]], sources: Any
 ) -> None:
     async with server.streaming(call, generate.error_event) as stream:
         async for place, event in generate.merged(sources):
-            answer = answers[place]
+            answer = groups[place][event.index]
             answer.take(event)
             if event.text or event.logprobs:
                 await stream.write(b"data: " + encode(_partial(answer, event)) + b"\n\n")
             if event.is_last:
-                last = answer.body(view, is_stream=True)
-                await stream.write(b"data: " + encode(last) + b"\n\n")
+                for ended in _shared(groups[place]):
+                    last = ended.body(view, is_stream=True)
+                    await stream.write(b"data: " + encode(last) + b"\n\n")
         await stream.end()
 
 

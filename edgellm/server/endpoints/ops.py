@@ -15,6 +15,7 @@ from edgellm.planner.plan import PlanRequest
 from edgellm.runtime import Lease
 from edgellm.server import pages, prom
 from edgellm.server.core import Server
+from edgellm.server.endpoints.native import settings_body
 from edgellm.server.http import Call, decode
 from edgellm.server.prom import Gauge
 from edgellm.server.wire.native import PlanBody
@@ -275,24 +276,28 @@ async def props(server: Server, call: Call) -> None:
     """llama-server's /props, of the first loaded model (or the one ``?model=`` names)."""
     async with server.lease(call, call.query("model")) as view:
         info, plan_ = view.info, view.engine.plan
-        defaults = server.options.sampling
+        templates = info.chat_templates
         await call.json(
             {
                 "default_generation_settings": {
                     "id": 0,
                     "n_ctx": info.n_ctx_seq,
                     "is_processing": False,
-                    "params": {
-                        **msgspec.to_builtins(defaults, str_keys=True),
-                        "seed": -1 if defaults.seed is None else defaults.seed,
-                        "n_predict": -1 if defaults.max_tokens is None else defaults.max_tokens,
-                    },
+                    "params": settings_body(view, server.options.sampling),
                 },
                 "total_slots": info.n_seq_max,
                 "model_alias": view.name,
                 "model_path": plan_.model.path,
-                "modalities": {"vision": False, "audio": False},
-                "chat_template": info.chat_templates.get("default", ""),
+                "modalities": {"vision": False, "audio": False, "video": False},
+                "endpoint_slots": True,
+                "endpoint_props": False,
+                "endpoint_metrics": True,
+                "chat_template": templates.get("default", ""),
+                **(
+                    {"chat_template_tool_use": templates["tool_use"]}
+                    if "tool_use" in templates
+                    else {}
+                ),
                 "bos_token": info.bos_text,
                 "eos_token": info.eos_text,
                 "build_info": info.build,

@@ -52,12 +52,30 @@ async def create(server: Server, call: Call) -> None:
             await _whole(server, call, view, job)
 
 
-async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -> Job:
-    items = _items(body.input)
+async def input_tokens(server: Server, call: Call) -> None:
+    """``{"input_tokens": n}`` of a response with this body."""
+    body = decode(BODY, await server.body(call))
+    async with server.lease(call, body.model) as view:
+        messages = _conversation(server, call, body, _items(body.input))
+        prepared = _render(view, body, messages)
+        ids = await view.engine.tokenize(prepared.prompt, add_special=prepared.add_special)
+        await call.json({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def _conversation(
+    server: Server, call: Call, body: ResponseBody, items: list[InputItem]
+) -> list[dict[str, Any]]:
+    """What was said before, and this input."""
     earlier = _earlier(server, call, body.previous_response_id)
     messages = [*earlier, *_messages(items)]
     if not messages:
         raise InvalidRequestError("input is empty", param="input")
+    return messages
+
+
+async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -> Job:
+    items = _items(body.input)
+    messages = _conversation(server, call, body, items)
     prepared = _render(view, body, messages)
     wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if wants_logprobs else {}

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from edgellm.errors import InvalidRequestError
-from edgellm.server.core import Server
+from edgellm.server.core import Server, View
 from edgellm.server.endpoints.chat import BODY as CHAT
 from edgellm.server.endpoints.chat import render
 from edgellm.server.http import Call, decode
@@ -20,19 +20,30 @@ DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(server: Server, call: Call) -> None:
     """``{"tokens": [...], "count", "max_model_len"}``; pieces on request."""
     body = decode(TOKENIZE, await server.body(call))
-    text = body.content if body.content is not None else body.prompt
-    if text is None:
+    given = body.content if body.content is not None else body.prompt
+    if given is None:
         raise InvalidRequestError("content is missing", param="content")
     async with server.lease(call, body.model) as view:
-        ids = await view.engine.tokenize(
-            text, add_special=body.add_special, parse_special=body.parse_special
-        )
+        ids = await _ids(view, given, body)
         tokens: list[Any] = ids
         if body.with_pieces:
             pieces = [await view.engine.detokenize([i]) for i in ids]
             tokens = [{"id": i, "piece": p} for i, p in zip(ids, pieces, strict=True)]
         n_ctx = view.info.n_ctx_seq
         await call.json({"tokens": tokens, "count": len(ids), "max_model_len": n_ctx})
+
+
+async def _ids(view: View, given: str | list[str | int], body: TokenizeBody) -> list[int]:
+    """The tokens of a text, or of texts with token ids between them."""
+    ids: list[int] = []
+    for item in [given] if isinstance(given, str) else given:
+        if isinstance(item, int):
+            ids += view.check_ids([item], "content")
+            continue
+        ids += await view.engine.tokenize(
+            item, add_special=body.add_special and not ids, parse_special=body.parse_special
+        )
+    return ids
 
 
 async def detokenize(server: Server, call: Call) -> None:

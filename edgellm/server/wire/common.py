@@ -17,6 +17,8 @@ from edgellm.request import Grammar, GrammarKind, Priority, SamplingParams
 # A count beyond this means "no limit" and must still fit the frames between the processes.
 MAX_COUNT: Final = 2**31 - 1
 MAX_STOP_CHARS: Final = 1024
+NO_LIMIT: Final = -1
+"""A count of tokens that means as many as fit (llama-server and LM Studio)."""
 
 
 class Wire(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -77,7 +79,7 @@ class JsonSchemaFormat(Wire, kw_only=True):
 
 
 class ResponseFormat(Wire, kw_only=True):
-    """OpenAI's ``response_format``; ``schema`` beside json_object is llama-server's way."""
+    """OpenAI's ``response_format``; ``schema`` beside the type is llama-server's way."""
 
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
     json_schema: JsonSchemaFormat | None = None
@@ -232,7 +234,7 @@ def _need(value: str | None, param: str) -> str:
 
 def format_schema(fmt: ResponseFormat) -> dict[str, Any] | bool | None:
     """The schema inside a response format; None for a plain ``json_object``."""
-    if fmt.type == "json_object":
+    if fmt.type == "json_object" or (fmt.json_schema is None and fmt.schema is not None):
         return fmt.schema
     if fmt.json_schema is None or fmt.json_schema.schema is None:
         raise InvalidRequestError(

@@ -52,9 +52,9 @@ class InfillBody(SamplingFields, kw_only=True):
 
 
 class TokenizeBody(Wire, kw_only=True):
-    """``POST /tokenize``; vLLM calls the text ``prompt``."""
+    """``POST /tokenize``: a text, or texts and token ids; vLLM calls the text ``prompt``."""
 
-    content: str | None = None
+    content: str | list[str | int] | None = None
     prompt: str | None = None
     model: str | None = None
     add_special: bool = False
