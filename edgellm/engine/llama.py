@@ -390,6 +390,8 @@ class LlamaBackend:
         p, wanted = self._plan.params, self._options.attach_top_k
         if p.embeddings or p.split_mode == "tensor":  # llama_context::set_sampler refuses it
             return 0
+        if p.n_outputs_max > 2 * p.n_seq_max:  # a vocabulary on the GPU for each output: 0.5 GiB
+            return 0
         if wanted is not None:
             return wanted
         # Where sequences have cells of their own, plain ones beside them would cost memory.

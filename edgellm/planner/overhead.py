@@ -28,8 +28,12 @@ MARGIN_LEAST: Final = 160 * MiB
 
 
 def default_margin(gpu: Gpu) -> int:
-    """What is kept free on a card nobody measured: 3 % or 160 MiB, whichever is larger."""
-    return max(int(gpu.total * MARGIN_SHARE), MARGIN_LEAST)
+    """What is kept free on a card nobody measured: 3 % of what is free, 160 MiB at least.
+
+    Of what is free, not of the card: 3 % of a large card that others nearly fill is most of what
+    they leave.
+    """
+    return max(int(gpu.free * MARGIN_SHARE), MARGIN_LEAST)
 
 
 def default_overhead(gpu: Gpu, *, experts: bool = False, flash: bool = True) -> int:
