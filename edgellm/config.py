@@ -401,8 +401,12 @@ def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     changed = _edit(text, key, value)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(changed, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(changed, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return path
 
 

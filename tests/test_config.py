@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,18 @@ def test_every_setting_has_a_description_and_a_default_of_its_own_type() -> None
     for known in config.known_keys().values():
         assert known.description, known.key
         msgspec.convert(known.default, known.type)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was_and_nothing_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write(paths.config_file(), "[plan]\nctx = 1\n")
+
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        config.set_in_file("plan.ctx", "2")
+    assert path.read_text() == "[plan]\nctx = 1\n"
+    assert list(path.parent.iterdir()) == [path]

@@ -70,9 +70,10 @@ class Archive:
                 self._prepare(db)
                 yield db
         except sqlite3.DatabaseError as error:
-            raise EdgeLLMError(
-                f"{self.path}: {error}", hint="move the file away; a new one is made"
-            ) from error
+            # SQLITE_FULL is 13; Python 3.10 does not tell.
+            is_full = getattr(error, "sqlite_errorcode", None) == 13
+            hint = "make room on that disk" if is_full else "move the file away; a new one is made"
+            raise EdgeLLMError(f"{self.path}: {error}", hint=hint) from error
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]

@@ -26,7 +26,7 @@ from edgellm.bench.scenarios import scenario_from
 from edgellm.bench.stats import Objective, parse_seconds
 from edgellm.bench.target import RunningServer, Target, edgellm_spec, find_target
 from edgellm.bench.tune import Result
-from edgellm.cli.errors import UsageError
+from edgellm.cli.errors import UsageError, kept_if_possible
 from edgellm.cli.flags import AT_LEAST_0, AT_LEAST_1
 from edgellm.cli.tune import steps_table
 from edgellm.runtime import local_path
@@ -130,7 +130,9 @@ def bench(
     run = asyncio.run(
         _measure(_Where(target, model, api_key, tuple(serve_args.split())), config, label)
     )
-    number = Archive().add(run) if save else None
+    number = None
+    with kept_if_possible():
+        number = Archive().add(run) if save else None
     if html:
         Path(html).write_text(render([(number, run)]), encoding="utf-8")
     if json:

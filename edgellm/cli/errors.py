@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -76,6 +78,18 @@ def report(error: EdgeLLMError, *, as_json: bool) -> int:
     if error.hint:
         _print(f"  try: {one_line(error.hint)}")
     return code
+
+
+@contextlib.contextmanager
+def kept_if_possible() -> Iterator[None]:
+    """Around keeping what took minutes to measure: when that fails (a full disk), it is said, and
+    the result is shown all the same."""
+    try:
+        yield
+    except EdgeLLMError as error:
+        _print(f"edgellm: warning: this run is not kept: {one_line(error.message)}")
+    except OSError as error:
+        _print(f"edgellm: warning: this run is not kept: {_system_error(error).message}")
 
 
 def _system_error(error: OSError) -> EdgeLLMError:

@@ -24,7 +24,7 @@ from edgellm.bench.archive import Archive
 from edgellm.bench.quality import Divergence, Perplexity
 from edgellm.bench.regress import Answer, Ballot, Case, Row, Tally
 from edgellm.bench.variant import Variant, opened
-from edgellm.cli.errors import UsageError
+from edgellm.cli.errors import UsageError, kept_if_possible
 from edgellm.cli.flags import AT_LEAST_1, AT_LEAST_16
 from edgellm.errors import DiskFullError
 from edgellm.units import format_bytes
@@ -397,17 +397,18 @@ def _print_side(console: Console, side: str, answer: Answer) -> None:
 
 def _keep(what: str, variants: Sequence[Variant], found: Any, headline: str) -> None:
     document = {"schema": "edgellm.eval/1", "what": what, "variants": variants, "found": found}
-    Archive().add_document(
-        kind="eval",
-        started=_now(),
-        label="",
-        target="engine",
-        model=variants[0].model,
-        digest=None,
-        scenario=what,
-        headline=headline,
-        document=msgspec.json.encode(document),
-    )
+    with kept_if_possible():
+        Archive().add_document(
+            kind="eval",
+            started=_now(),
+            label="",
+            target="engine",
+            model=variants[0].model,
+            digest=None,
+            scenario=what,
+            headline=headline,
+            document=msgspec.json.encode(document),
+        )
 
 
 def _print_json(value: object) -> None:

@@ -8,6 +8,7 @@ more than MANY models to judge none is planned unless asked for: a list must com
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -165,4 +166,5 @@ def _save(index: Index) -> None:
             file.write(msgspec.msgpack.encode(index))
         os.replace(part, target)
     except OSError:
-        return
+        with contextlib.suppress(OSError):
+            os.unlink(part)

@@ -68,9 +68,13 @@ def save(key: str, stamp: Stamp, header: Header) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=target.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little") + body)
-        os.replace(part, target)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little") + body)
+            os.replace(part, target)
+        except OSError:
+            os.unlink(part)  # a full disk: every run would leave one
+            raise
         if checksum % 64 == 0:  # one write in 64 looks whether there are too many
             _prune(target.parent)
     except OSError:

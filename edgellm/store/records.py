@@ -94,8 +94,12 @@ def save(record: Record, settings: StoreSettings | None = None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # One name for the unfinished file: a killed process leaves none that the next does not reuse.
     part = target.with_suffix(".tmp")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-    os.replace(part, target)
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+        os.replace(part, target)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def load(ref: str, settings: StoreSettings | None = None) -> Record | None:

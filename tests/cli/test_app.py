@@ -292,3 +292,14 @@ def test_ctrl_c_while_the_program_is_still_imported_leaves_no_traceback() -> Non
         [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr.strip()) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    "error", [errors.EdgeLLMError("disk is full"), OSError(errno.ENOSPC, "disk is full")]
+)
+def test_a_measurement_that_cannot_be_kept_is_shown_all_the_same(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cli_errors.kept_if_possible():
+        raise error
+    assert capsys.readouterr().err == "edgellm: warning: this run is not kept: disk is full\n"
