@@ -71,38 +71,44 @@ def choose(devices: tuple[BuildDevice, ...], names: tuple[str, ...]) -> tuple[Bu
     return tuple(known[name.lower()] for name in names)
 
 
-def memory_function(limit: int | None, ask: Callable[[], tuple[int, int]]) -> Any:
-    """A ``get_memory`` that tells of ``limit`` bytes at most, less what is in use by now.
+Ask = Callable[[], tuple[int, int, int]]
+"""Free, total, and what this process uses of it, in bytes."""
+
+
+def memory_function(limit: int | None, ask: Ask) -> Any:
+    """A ``get_memory`` that tells of ``limit`` bytes at most, less what this process has taken.
 
     llama.cpp's own says of a CPU that all of its memory is free.
     """
-    free_at_start, _ = ask()
+    _, _, at_start = ask()
 
     def get_memory(_device: int, free: Any, total: Any) -> None:
-        now, all_of_it = ask()
+        now, all_of_it, used = ask()
         most = all_of_it if limit is None else min(limit, all_of_it)
-        used = max(free_at_start - now, 0)
+        used = max(used - at_start, 0)
         free[0] = max(min(now, most - used), 0)
         total[0] = most
 
     return _MemoryFunction(get_memory)
 
 
-def _true_memory(device: BuildDevice, pointer: int) -> Callable[[], tuple[int, int]]:
+def _true_memory(device: BuildDevice, pointer: int) -> Ask:
     if device.kind == "cpu":
+        import psutil
+
         from edgellm.devices import probe
 
-        def of_host() -> tuple[int, int]:
+        def of_host() -> tuple[int, int, int]:
             host = probe().host
-            return host.available, host.total
+            return host.available, host.total, psutil.Process().memory_info().rss
 
         return of_host
     original = _MemoryFunction(_slots(pointer)[_GET_MEMORY])
 
-    def of_card() -> tuple[int, int]:
+    def of_card() -> tuple[int, int, int]:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         original(pointer, ctypes.byref(free), ctypes.byref(total))
-        return free.value, total.value
+        return free.value, total.value, total.value - free.value
 
     return of_card
 
@@ -134,7 +140,7 @@ def serve(job: ServeJob, say: Callable[[Served], None]) -> None:
         ask = _true_memory(device, pointer)
         functions.append(memory_function(job.memory, ask))
         _slots(pointer)[_GET_MEMORY] = ctypes.cast(functions[-1], ctypes.c_void_p).value
-        free, total = ask()
+        free, total, _ = ask()
         most = total if job.memory is None else min(job.memory, total)
         told.append(msgspec.structs.replace(device, total=most, free=min(free, most)))
     _limit_process(chosen, job.memory)

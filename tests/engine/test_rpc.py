@@ -123,14 +123,14 @@ async def test_a_worker_that_is_not_there_is_named_in_the_error() -> None:
 
 
 def test_a_worker_tells_of_no_more_memory_than_its_limit() -> None:
-    left = [10 * GiB, 10 * GiB, 9 * GiB]
-    tell = memory_function(4 * GiB, lambda: (left.pop(0), 16 * GiB))
+    used = [GiB, GiB, 2 * GiB]
+    tell = memory_function(4 * GiB, lambda: (10 * GiB, 16 * GiB, used.pop(0)))
     told = [ask(tell), ask(tell)]
     assert told == [(4 * GiB, 4 * GiB), (3 * GiB, 4 * GiB)]
 
 
 def test_a_worker_without_a_limit_tells_what_is_free() -> None:
-    tell = memory_function(None, lambda: (10 * GiB, 16 * GiB))
+    tell = memory_function(None, lambda: (10 * GiB, 16 * GiB, GiB))
     assert ask(tell) == (10 * GiB, 16 * GiB)
 
 
