@@ -400,7 +400,8 @@ def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     changed = _edit(text, key, value)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
+    # Each process its own: of two at once one wins, and neither finds its file gone.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         temporary.write_text(changed, encoding="utf-8")
         temporary.replace(path)
