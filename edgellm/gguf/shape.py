@@ -356,6 +356,7 @@ def _hparams(keys: Keys) -> dict[str, Any]:
         ("attn_softcap", "attn_logit_softcapping"),
         ("final_softcap", "final_logit_softcapping"),
         ("clamp_kqv", "attention.clamp_kqv"),
+        ("expert_weights_scale", "expert_weights_scale"),
     ):
         value = keys.raw(key)
         if isinstance(value, (int, float)):

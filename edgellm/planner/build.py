@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from edgellm.gguf.shape import ModelShape
 from edgellm.planner.blocks import Layer, Step, weight
+from edgellm.planner.build_altup import AltupBlocks
 from edgellm.planner.build_recurrent import RecurrentBlocks
 from edgellm.planner.graph import Graph, Node, is_contiguous
 from edgellm.planner.styles import style_of
 
 
-class Builder(RecurrentBlocks):
+class Builder(RecurrentBlocks, AltupBlocks):
     """Builds one graph. ``places[i]`` is the backend of block i, the output layer's last."""
 
     def __init__(
@@ -454,6 +455,8 @@ class Builder(RecurrentBlocks):
             flat = g.reshape(weights, used, n)
             total = g.like("CLAMP", g.new("SUM_ROWS", (1, n), flat))
             weights = g.reshape(g.like("DIV", flat, total), 1, used, n)
+        if self.shape.hparams.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
+            weights = g.scale(weights)
         return chosen, weights
 
     def _grouped(self, probs: Node, n_expert: int) -> Node:
@@ -536,7 +539,7 @@ class Builder(RecurrentBlocks):
         g, style = self.graph, self.style
         norm = layer.get("attn_norm")
         cur = self.norm(x, norm, layer.get("attn_norm.bias"), pin=pin) if norm is not None else x
-        if style.gated_q:
+        if style.gated_q or style.expanded_norm:
             g.expand(cur)
         normed, early = cur, last and not style.late_outputs
         if style.router_first:
@@ -630,7 +633,8 @@ class Builder(RecurrentBlocks):
         proj = first.get("per_layer_model_proj.weight")
         if table is None or proj is None:
             return None
-        width, blocks = int(shape.hparams.get("n_embd_per_layer", 1)), shape.n_layer
+        blocks = shape.n_layer
+        width = table.dims[0] // blocks
         rows = g.get_rows(weight(g, table, self.host), g.input("i32", n))
         rows = g.scale(g.reshape(rows, width, blocks, n))
         g.expand(rows)
@@ -660,9 +664,18 @@ class Builder(RecurrentBlocks):
                 weight(self.graph, norm, self.host) if norm else None,
                 weight(self.graph, bias, self.host) if bias else None,
             )
+        altup = [t for t in self.shape.output_tensors if t.name.startswith("altup_")]
+        inputs = self.per_layer if len(altup) == 2 else None
+        if inputs is not None:
+            cur = self.stack(cur, altup[0], output_place)
         for i, (il, place, expert_place) in enumerate(self.picked):
             layer = self.layer(il, place, expert_place)
+            if inputs is not None:
+                cur = self.altup_block(layer, cur, inputs, pins[i])
+                continue
             cur = self.block(layer, cur, i == len(self.picked) - 1, pins[i])
+        if inputs is not None:
+            cur = self.unstack(cur, altup[1], output_place)
         return self._head(cur, output_place)
 
     def layer(self, il: int, place: int, expert_place: int) -> Layer:

@@ -247,5 +247,7 @@ class RecurrentBlocks(Blocks):
         joined = g.concat(own, x, 0)
         last = g.view(joined, (taps, inner, seqs), joined.nb[1:3])
         g.expand(g.cpy(last, g.view(cache, (taps, inner, seqs), (4 * taps, cache.nb[1]))))
-        out = g.new("SSM_CONV", (inner, per, seqs), joined, layer.need(f"ssm_conv1d_{name}"))
+        kernel = layer.need(f"ssm_conv1d_{name}")
+        kernel = g.reshape(kernel, kernel.ne[0], inner)
+        out = g.new("SSM_CONV", (inner, per, seqs), joined, kernel)
         return g.reshape(g.unary(out), head, inner // head, per, seqs)

@@ -28,11 +28,9 @@ NO_GRAPH: Final = (LookupError, ArithmeticError, ValueError, AttributeError, Typ
 
 
 ROUGH: Final = {
-    "gemma3n": (10.0, 0.0),
     "plamo2": (2.0, 0.0),
     "rwkv6": (1.0, 14.4),
     "rwkv7": (1.0, 18.4),
-    "kimi-linear": (0.0, 0.0),
 }
 """Graphs not followed step by step: (hidden states more, hidden states at least), as measured."""
 

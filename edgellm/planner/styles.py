@@ -22,6 +22,8 @@ class Style:
     rope: str = "all"
     """all, none, swa (only sliding layers), not_fourth or not_first_of_four."""
     norms_after_rope: bool = False
+    expanded_norm: bool = False
+    """A block's first norm is computed before anything else of it."""
     scaled_q: bool = False
     scaled_input: bool = False
     parallel: str = ""
@@ -86,6 +88,7 @@ _STYLES: Final[dict[str, Style]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma3n": Style(scaled_input=True, normed_v=True, borrows_cache=True),
     "gemma4": Style(
         late_outputs=True,
         keeps_hidden=True,
@@ -105,7 +108,7 @@ _STYLES: Final[dict[str, Style]] = {
     "hunyuan-dense": Style(norms_after_rope=True),
     "hunyuan-moe": Style(norms_after_rope=True),
     "jamba": Style(residual_first=True, norm_weights=False),
-    "kimi-linear": Style(gating="sigmoid"),
+    "kimi-linear": Style(gating="sigmoid", expanded_norm=True),
     "llama4": Style(
         rope="not_fourth",
         norms_after_rope=True,
