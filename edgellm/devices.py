@@ -136,9 +136,11 @@ def cuda_driver_version() -> tuple[int, int] | None:
     """The newest CUDA that the NVIDIA driver runs, or None without one."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return None
     try:
         version = int(pynvml.nvmlSystemGetCudaDriverVersion())

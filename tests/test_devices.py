@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,10 @@ def test_ram_replaces_what_is_available() -> None:
     assert (host.total, host.available) == (32 * GiB, 32 * GiB)
     host = devices.imagine(REAL, ram=2 * GiB).host
     assert (host.total, host.available) == (16 * GiB, 2 * GiB)
+
+
+def test_without_nvidia_ml_py_the_driver_has_no_version_and_nothing_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert devices.cuda_driver_version() is None
