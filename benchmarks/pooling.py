@@ -33,7 +33,7 @@ from edgellm.request import Request, SamplingParams
 from edgellm.runtime import local_shape, replanner, with_workers
 from edgellm.workers import Pool
 
-PROMPT = "Once upon a time there was a small engine that"
+PROMPT = "The capital of France is"
 PORT = 50052
 NOTICED_S = 5.0
 
@@ -184,7 +184,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         plan = await asyncio.to_thread(plan_of, pool, settings, request)
         result["predicted_tps"] = plan.speed.decode_tps
         result["bottleneck"] = plan.speed.bottleneck
-        again = replanner(pool, msgspec.structs.replace(request, n_gpu_layers=None))
+        # A shorter context, so that two workers hold what three did.
+        again = replanner(pool, msgspec.structs.replace(request, n_ctx=512))
         say(f"planned: {[(d.id, d.n_layers) for d in plan.devices]}")
         expected, result["alone_tps"] = await alone(settings, arguments.tokens)
         began = time.monotonic()
@@ -218,7 +219,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay", default="0.25ms", help="one way")
-    parser.add_argument("--memory", default="80MiB", help="what each worker lends")
+    parser.add_argument("--memory", default="64MiB", help="what each worker lends")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
