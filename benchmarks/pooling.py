@@ -184,8 +184,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         plan = await asyncio.to_thread(plan_of, pool, settings, request)
         result["predicted_tps"] = plan.speed.decode_tps
         result["bottleneck"] = plan.speed.bottleneck
-        # A shorter context, so that two workers hold what three did.
-        again = replanner(pool, msgspec.structs.replace(request, n_ctx=512))
+        # Half the layers and a shorter context: two workers surely have room for that.
+        again = replanner(pool, msgspec.structs.replace(request, n_ctx=512, n_gpu_layers=16))
         say(f"planned: {[(d.id, d.n_layers) for d in plan.devices]}")
         expected, result["alone_tps"] = await alone(settings, arguments.tokens)
         began = time.monotonic()
