@@ -116,7 +116,8 @@ class Access:
         if self.policy.hosts is None:
             return
         host = call.header(b"host")
-        if host in self.policy.hosts:
+        if host in self.policy.hosts or (not host and call.scope.get("http_version") == "1.0"):
+            # HTTP/1.0 knows no Host (health checks of load balancers), and no browser speaks it.
             return
         name = host_name(host)
         if name in self.policy.hosts or (self._serves_networks and _is_address(name)):

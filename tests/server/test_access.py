@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -111,6 +112,13 @@ def test_a_host_name_that_is_not_this_machines_is_refused(http: httpx.Client, ho
     answer = http.get("/v1/models", headers={"host": host})
     assert answer.status_code == 421
     assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_a_load_balancers_check_over_http_1_0_needs_no_host_header(scripted: Running) -> None:
+    host, port = scripted.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1", "[::1]:8080"])
