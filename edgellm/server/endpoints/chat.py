@@ -34,10 +34,10 @@ from edgellm.server.core import Server, View
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
-    NO_LIMIT,
     ResponseFormat,
     SamplingFields,
     explicit_grammar,
+    first_limit,
     format_schema,
     priority_of,
     sampling_params,
@@ -169,7 +169,9 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     sampling = sampling_params(
         body,
         server.options.sampling,
-        max_tokens=max_tokens_of(body),
+        max_tokens=first_limit(
+            body.max_completion_tokens, body.max_tokens, n_predict=body.n_predict
+        ),
         stop=prepared.stop,
         logit_bias=await generate.logit_bias(body, view),
         grammar=grammar,
@@ -217,14 +219,6 @@ async def make_request(
         model=view.name,
         client=call.key or call.client,
     )
-
-
-def max_tokens_of(body: ChatBody) -> int | None:
-    """The first that is given of the three names; -1 is no limit, as llama-server takes it."""
-    for value in (body.max_completion_tokens, body.max_tokens, body.n_predict):
-        if value is not None:
-            return None if value == NO_LIMIT else value
-    return None
 
 
 def grammar_of(prepared: PreparedChat, fields: SamplingFields) -> Grammar | None:

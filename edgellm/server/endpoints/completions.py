@@ -25,8 +25,8 @@ from edgellm.server.core import Server, View
 from edgellm.server.http import Call, decode, encode
 from edgellm.server.sse import DONE, Stream
 from edgellm.server.wire.common import (
-    NO_LIMIT,
     explicit_grammar,
+    first_limit,
     format_grammar,
     priority_of,
     sampling_params,
@@ -193,10 +193,9 @@ async def _sampling(server: Server, view: View, body: CompletionBody) -> Samplin
 
 def max_tokens_of(body: CompletionBody) -> int | None:
     """max_tokens, else llama-server's n_predict (-1: no limit), else OpenAI's 16."""
-    for value in (body.max_tokens, body.n_predict):
-        if value is not None:
-            return None if value == NO_LIMIT else value
-    return DEFAULT_MAX_TOKENS
+    if body.max_tokens is None and body.n_predict is None:
+        return DEFAULT_MAX_TOKENS
+    return first_limit(body.max_tokens, n_predict=body.n_predict)
 
 
 def prompts_of(view: View, prompt: Any, param: str = "prompt") -> list[Prompt]:

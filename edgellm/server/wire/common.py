@@ -242,3 +242,11 @@ def format_schema(fmt: ResponseFormat) -> dict[str, Any] | bool | None:
             param="response_format.json_schema.schema",
         )
     return fmt.json_schema.schema
+
+
+def first_limit(*max_tokens: int | None, n_predict: int | None) -> int | None:
+    """The first of OpenAI's names that is given, else n_predict, where -1 means no limit."""
+    for value in max_tokens:
+        if value is not None:
+            return value
+    return None if n_predict == NO_LIMIT else n_predict
