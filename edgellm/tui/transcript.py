@@ -104,6 +104,7 @@ class Transcript(ScrollView, can_focus=True):
         self._ends: list[int] = []
         self._first = 0
         self._renderer: BlockRenderer | None = None
+        self._base: Style | None = None
         self._width = 0
         self._follow = True
         """The end is shown, and what comes moves it; False while somebody reads further up."""
@@ -132,7 +133,7 @@ class Transcript(ScrollView, can_focus=True):
         turn = self.turns[-1]
         follow = self._follow
         y = self._height(len(self._chunks) - self._open_count(turn))
-        self._drop_open(turn)
+        before = self._drop_open(turn)
         if reasoning:
             turn.reasoning += reasoning
             turn.chunks[1].forget()
@@ -144,6 +145,8 @@ class Transcript(ScrollView, can_focus=True):
         new.append(Chunk(turn, "gap"))
         turn.chunks.extend(new)
         self._chunks.extend(new)
+        if y and before is not None:
+            y += self._keep_lines(before, new[0])
         self._measure(refresh_from=y)
         if follow:
             self.scroll_end(animate=False, immediate=True)
@@ -201,10 +204,22 @@ class Transcript(ScrollView, can_focus=True):
         is_tail = last is not None and last.kind == "block" and last.block == turn.splitter.tail
         return 2 if is_tail else 1
 
-    def _drop_open(self, turn: Turn) -> None:
+    def _drop_open(self, turn: Turn) -> Chunk | None:
+        """Take the provisional chunks away; return the open block's, where there was one."""
         n = self._open_count(turn)
+        before = turn.chunks[-2] if n > 1 else None
         del turn.chunks[-n:]
         del self._chunks[-n:]
+        return before
+
+    def _keep_lines(self, before: Chunk, after: Chunk) -> int:
+        """How many lines of the open block more text left as they were; they stay drawn."""
+        if before.lines is None or after.kind != before.kind:
+            return 0
+        pairs = zip(before.lines, self._lines(after), strict=False)
+        n = next((i for i, (old, new) in enumerate(pairs) if old != new), len(before.lines))
+        after.strips = {key: strip for key, strip in before.strips.items() if key[0] < n}
+        return n
 
     # -- measuring -------------------------------------------------------------------------------
 
@@ -263,7 +278,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def notify_style_update(self) -> None:
         super().notify_style_update()
-        self._renderer = None
+        self._renderer = self._base = None
         for chunk in self._chunks:
             chunk.forget()
 
@@ -378,7 +393,10 @@ class Transcript(ScrollView, can_focus=True):
         if chunk.kind == "gap":
             bar = "  "
         segments = [Segment(bar, style), *(lines[row] if row < len(lines) else [])]
-        base = self.rich_style
+        if self._base is None:
+            # Textual adds it up from every ancestor, each time: a sixth of a frame.
+            self._base = self.rich_style
+        base = self._base
         painted = [Segment(text, base + (style or Style.null())) for text, style, _ in segments]
         return Strip(painted).adjust_cell_length(width, base)
 
