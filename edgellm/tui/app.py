@@ -28,6 +28,7 @@ from edgellm.errors import (
     StoreError,
 )
 from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.tui.details import shown_name
 from edgellm.tui.downloads import Downloads, DownloadsChanged
 from edgellm.tui.palette import THEMES
 from edgellm.tui.ports import Endpoint, ModelRow, Progress, ServerHandle, Services
@@ -131,7 +132,8 @@ class EdgeApp(App[int]):
         try:
             return SessionStore(self.services.state_file("chat.db"), clock=self.services.clock)
         except EdgeLLMError as error:
-            self._notes.append(error)
+            hint = f"{error.hint}; until then conversations are in memory only"
+            self._notes.append(StoreError(error.message, hint=hint))
             return SessionStore(":memory:", clock=self.services.clock)
 
     def _first_theme(self) -> str:
@@ -204,7 +206,7 @@ class EdgeApp(App[int]):
         await self._load(plan)
 
     async def _load(self, plan: Plan) -> None:
-        name = plan.model.name
+        name = shown_name(plan.model.path) or plan.model.name
         self.loading = f"{name}: starting"
         await self._close_endpoint()
         try:

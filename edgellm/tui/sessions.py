@@ -31,6 +31,7 @@ from edgellm.errors import DiskFullError, StoreError
 SCHEMA_VERSION: Final = 1
 NEW_TITLE: Final = "New conversation"
 TITLE_LENGTH: Final = 48
+_FENCED: Final = re.compile(r"^```.*?^```$", re.M | re.S)
 
 _SCHEMA: Final = """
 CREATE TABLE session (
@@ -351,7 +352,8 @@ class SessionStore:
 
 def title_of(content: str) -> str:
     """A conversation's title from its first message: its first words on one line."""
-    line = re.sub(r"\s+", " ", content[:400]).strip()
+    words = _FENCED.sub(" ", content)  # an attached file comes before what is asked about it
+    line = re.sub(r"\s+", " ", (words if words.strip() else content)[:400]).strip()
     if len(line) <= TITLE_LENGTH:
         return line or NEW_TITLE
     return line[:TITLE_LENGTH].rsplit(" ", 1)[0] + "…"
@@ -396,7 +398,10 @@ def _translate(error: Exception, path: str) -> StoreError:
             available=_free(path),
             hint="free some space; what is on the screen is kept and saved then",
         )
-    return StoreError(f"{path}: {error}", hint="check that the file and its folder can be written")
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        return StoreError(f"{path}: {error}", hint="move it away; edgellm then begins a new one")
+    what = error.strerror if isinstance(error, OSError) else error
+    return StoreError(f"{path}: {what}", hint="check that the file and its folder can be written")
 
 
 def _free(path: str) -> int:

@@ -224,6 +224,9 @@ class Transcript(ScrollView, can_focus=True):
     # -- measuring -------------------------------------------------------------------------------
 
     def _text_width(self) -> int:
+        """Cells for words; 0 as long as the widget has no place on the screen."""
+        if not self.size.width:
+            return 0
         return min(max(self.size.width - GUTTER - 2, 10), MAX_WIDTH)
 
     def _relayout(self) -> None:
@@ -342,6 +345,9 @@ class Transcript(ScrollView, can_focus=True):
 
     def _lines(self, chunk: Chunk) -> list[Line]:
         if chunk.lines is None:
+            if not self.size.width:
+                # Laid out by a guess, the first message stood in a column of ten for a frame.
+                return []
             chunk.lines = self._make(chunk)
         return chunk.lines
 

@@ -333,6 +333,16 @@ async def test_settings_are_checked_and_used(app: EdgeApp, services: DemoService
         assert messages[0] == {"role": "system", "content": "be brief"}
 
 
+async def test_settings_that_are_left_make_no_conversation(app: EdgeApp) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("ctrl+t")
+        await settle(pilot, lambda: app.screen is not screen)
+        await pilot.press("escape")
+        await settle(pilot, lambda: app.screen is screen)
+        assert app.store.find() == []
+
+
 async def test_export_writes_markdown_and_json(app: EdgeApp, tmp_path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)

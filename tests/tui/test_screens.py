@@ -169,6 +169,16 @@ async def test_the_alternatives_shown_are_those_of_the_last_step(
         assert screen.plan.params == services.plan(app.chosen.ref, screen.asked).params  # type: ignore[union-attr]
 
 
+async def test_another_model_is_planned_though_nothing_else_was_asked(app: EdgeApp) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_plan(pilot, app)
+        before = screen.plan.model.name
+        await pilot.press("1")
+        await settle(pilot, lambda: app.current_mode == "models")
+        await pilot.press("up", "enter")
+        await settle(pilot, lambda: screen.plan is not None and screen.plan.model.name != before)
+
+
 async def test_a_smaller_quantisation_is_looked_for_among_the_models(
     app: EdgeApp, services: DemoServices
 ) -> None:
@@ -326,6 +336,20 @@ async def test_an_unwritable_disk_is_said_and_the_conversation_stays_in_memory(
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot, lambda: app._notifications)
         assert app.store.path == ":memory:"
+        assert "in memory only" in next(iter(app._notifications)).message
+
+
+async def test_a_broken_file_of_conversations_is_kept_and_said(
+    services: DemoServices, tmp_path: Any
+) -> None:
+    path = tmp_path / "chat.db"
+    path.write_text("no database, whatever its name says" * 40)
+    before = path.read_bytes()
+    app = EdgeApp(services)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot, lambda: app._notifications)
+        assert "move it away" in next(iter(app._notifications)).message
+    assert path.read_bytes() == before
 
 
 async def test_a_model_that_cannot_be_planned_is_a_notification(app: EdgeApp) -> None:

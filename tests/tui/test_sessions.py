@@ -166,6 +166,8 @@ def test_settings_are_kept(store: SessionStore) -> None:
     [
         ("hello\n  world", "hello world"),
         ("", "New conversation"),
+        ("notes.txt:\n```\nlong\n```\n\nwhat is it?", "notes.txt: what is it?"),
+        ("```\nonly code\n```", "``` only code ```"),
         ("word " * 30, "word word word word word word word word word…"),
     ],
 )

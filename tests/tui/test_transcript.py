@@ -68,6 +68,34 @@ async def test_streamed_text_looks_as_the_same_text_laid_out_at_once() -> None:
         assert lines(view) == streamed
 
 
+async def test_a_hidden_conversation_is_laid_out_when_it_has_a_width() -> None:
+    app = Alone()
+    async with app.run_test(size=(80, 24)) as pilot:
+        view = app.transcript
+        view.display = False
+        await pilot.pause()
+        view.show([])
+        view.display = True
+        view.add(Turn("1", "user", text="Write a very long story about the sea."))
+        assert all(chunk.lines is None for chunk in view.turns[0].chunks)
+        await settle(pilot, lambda: "a very long story about the sea." in "".join(lines(view)))
+
+
+async def test_more_text_draws_only_the_lines_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Alone()
+    async with app.run_test(size=(80, 24)) as pilot:
+        view = app.transcript
+        view.add(Turn("1", "assistant", name="m", streaming=True))
+        view.stream(" ".join([PARAGRAPH.strip()] * 8))
+        await pilot.pause()
+        drawn: list[tuple[int, int]] = []
+        monkeypatch.setattr(view, "refresh_lines", lambda y, n: drawn.append((y, n)))
+        n_lines = view.virtual_size.height
+        view.stream(" and so on")
+        assert drawn[0][0] >= n_lines - 3
+        assert n_lines > 5
+
+
 async def test_it_follows_the_end_unless_somebody_scrolled_away() -> None:
     app = Alone()
     async with app.run_test(size=(80, 24)) as pilot:

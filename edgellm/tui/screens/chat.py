@@ -44,6 +44,8 @@ MEND_S: Final = 15.0
 """How long an engine that died may take to start itself again."""
 SAVE_S: Final = 0.4
 """How much of an answer a crash may cost."""
+TITLE_CELLS: Final = 28
+"""What the list of conversations has room for on a line."""
 MAX_ATTACHMENT: Final = 4 * 1024 * 1024
 
 
@@ -183,8 +185,11 @@ class ChatScreen(EdgeScreen):
         now = self.edge.services.clock()
         ink = self.app.theme_variables
         for session in sessions:
-            text = Text(session.title, no_wrap=True, overflow="ellipsis")
-            text.append(f"\n{_ago(now - session.updated)} · {session.model}", ink["faint"])
+            text = Text(session.title)
+            text.truncate(TITLE_CELLS, overflow="ellipsis")
+            below = Text(f"{_ago(now - session.updated)} · {session.model}", ink["faint"])
+            below.truncate(TITLE_CELLS, overflow="ellipsis")
+            text.append("\n").append_text(below)
             options.add_option(Option(text, id=session.id))
         self._mark_session()
 
@@ -357,8 +362,8 @@ class ChatScreen(EdgeScreen):
         await self._finish(live, state, note)
 
     def _maybe_dead(self, error: EdgeLLMError) -> None:
+        self.refresh_status()
         if isinstance(error, EngineDeadError):
-            self.refresh_status()
             self._wait_for_engine()
 
     @work(exclusive=True, group="dead")
@@ -619,11 +624,13 @@ class ChatScreen(EdgeScreen):
 
     @work
     async def action_settings(self) -> None:
+        now = self.session
+        system, sampling = (now.system, now.sampling) if now else (self.edge.preferred.system, {})
+        chosen = await self.app.push_screen_wait(SettingsScreen(system, sampling))
+        if chosen is None:
+            return
         session = self.session or await self._disk(self.edge.store.create)
         if session is None:
-            return
-        chosen = await self.app.push_screen_wait(SettingsScreen(session.system, session.sampling))
-        if chosen is None:
             return
         await self._disk(
             self.edge.store.update, session.id, system=chosen.system, sampling=chosen.sampling
@@ -678,7 +685,7 @@ class ChatScreen(EdgeScreen):
         line.update(Text("   ".join(words)))
 
     def _with_attachments(self, text: str) -> str:
-        parts = [f"{name}:\n```\n{content}\n```" for name, content in self._attachments]
+        parts = [f"{name}:\n```\n{content.rstrip()}\n```" for name, content in self._attachments]
         return "\n\n".join([*parts, text] if text else parts)
 
     @work

@@ -81,7 +81,7 @@ class PlanScreen(EdgeScreen):
         Binding("enter", "load", "Load", id="plan.load"),
         Binding("up,k", "app.focus_previous", show=False),
         Binding("down,j", "app.focus_next", show=False),
-        Binding("x", "alternative(0)", "Alternative x/y/z", id="plan.first", key_display="x y z"),
+        Binding("x", "alternative(0)", "Alternative", id="plan.first", key_display="x y z"),
         Binding("y", "alternative(1)", "Second alternative", show=False, id="plan.second"),
         Binding("z", "alternative(2)", "Third alternative", show=False, id="plan.third"),
         Binding("0", "reset", "All automatic", id="plan.reset", show=False),
@@ -120,8 +120,10 @@ class PlanScreen(EdgeScreen):
         if row is None:
             return
         self._before, self.plan, self.failure, self._n_layer = None, None, None, -1
-        self.query_one("#head", Static).update(f"[b]{row.name}[/b] reading the header…")
+        head = Text(row.name, "bold").append(" reading the header…", "not bold")
+        self.query_one("#head", Static).update(head)
         self.asked = PlanRequest()
+        self.watch_asked(self.asked)  # of another model nothing was planned, whatever was asked
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class PlanScreen(EdgeScreen):
     def _alternatives_found(self, event: Alternatives) -> None:
         if event.serial == self._serial:
             self.set_reactive(PlanScreen.plan, event.plan)
+            self._show_change(event.plan)
             self._show_side(event.plan)
 
     async def watch_plan(self, plan: Plan | None) -> None:
@@ -200,7 +203,8 @@ class PlanScreen(EdgeScreen):
         ink = self.app.theme_variables
         model, speed = plan.model, plan.speed
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(model.name, f"bold {ink['foreground']}")
+        name = self.edge.chosen.name if self.edge.chosen is not None else model.name
+        text.append(name, f"bold {ink['foreground']}")
         text.append(
             f"  {model.quant} · {mib(model.file_bytes)} · {model.n_layer} layers", ink["muted"]
         )
@@ -244,6 +248,9 @@ class PlanScreen(EdgeScreen):
         if self.failure is not None:
             text.append("\n" if text.plain else "")
             text.append_text(_failure(self.failure, ink))
+        if self.has_class("-narrow"):
+            # The side is not shown here; what a key away is would not be seen.
+            text.append_text(_alternative_lines(plan.alternatives, ink))
         self.query_one("#change", Static).update(text)
 
     def _show_side(self, plan: Plan) -> None:
@@ -432,6 +439,18 @@ def _alternatives(choices: tuple[Alternative, ...], ink: dict[str, str]) -> Tabl
         worth = f"{choice.gain}; {choice.cost}" if choice.cost else choice.gain
         table.add_row(key, choice.title, worth, speed)
     return table
+
+
+def _alternative_lines(choices: tuple[Alternative, ...], ink: dict[str, str]) -> Text:
+    """The same on a line each, after an empty one."""
+    text = Text()
+    for key, choice in zip("xyz", choices, strict=False):
+        text.append("\n" if text.plain else "\n\n")
+        text.append(f"{key} ", f"bold {ink['primary']}").append(choice.title, ink["foreground"])
+        text.append(f"  {choice.gain}", ink["muted"])
+        if choice.decode_tps is not None:
+            text.append(f"  {choice.decode_tps:.1f} tok/s", ink["muted"])
+    return text
 
 
 def _reasons(plan: Plan, ink: dict[str, str]) -> Table:
