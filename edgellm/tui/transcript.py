@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import ClassVar, Final
 
 from rich.segment import Segment
@@ -134,10 +133,11 @@ class Transcript(ScrollView, can_focus=True):
         follow = self._follow
         y = self._height(len(self._chunks) - self._open_count(turn))
         before = self._drop_open(turn)
+        keep = max(len(self._chunks) - self._first, 0)
         if reasoning:
             turn.reasoning += reasoning
             turn.chunks[1].forget()
-            y = 0
+            y = keep = 0
         turn.text += text
         new = [Chunk(turn, "block", block) for block in turn.splitter.feed(text)]
         if (tail := turn.splitter.tail) is not None:
@@ -147,7 +147,7 @@ class Transcript(ScrollView, can_focus=True):
         self._chunks.extend(new)
         if y and before is not None:
             y += self._keep_lines(before, new[0])
-        self._measure(refresh_from=y)
+        self._measure(refresh_from=y, keep=keep)
         if follow:
             self.scroll_end(animate=False, immediate=True)
 
@@ -247,10 +247,14 @@ class Transcript(ScrollView, can_focus=True):
             added += len(self._lines(self._chunks[self._first]))
         return added
 
-    def _measure(self, refresh_from: int = 0) -> None:
-        """Heights of the window's chunks: only those not seen before are laid out."""
-        heights = (len(self._lines(chunk)) for chunk in self._chunks[self._first :])
-        self._ends = list(accumulate(heights))
+    def _measure(self, refresh_from: int = 0, keep: int = 0) -> None:
+        """Heights of the window's chunks, but the first ``keep`` that are as they were."""
+        del self._ends[keep:]
+        keep = len(self._ends)
+        below = self._ends[-1] if self._ends else 0
+        for chunk in self._chunks[self._first + keep :]:
+            below += len(self._lines(chunk))
+            self._ends.append(below)
         total = self._ends[-1] if self._ends else 0
         if total != self.virtual_size.height or self.size.width != self.virtual_size.width:
             self._resize_virtual(Size(self.size.width, total))
