@@ -224,8 +224,8 @@ def test_a_part_of_a_token_is_a_mistake(http: httpx.Client) -> None:
     assert answer.json()["error"]["param"] == "max_tokens"
 
 
-def test_minus_one_token_is_as_many_as_fit(http: httpx.Client) -> None:
-    end = {"max_tokens": -1, "stop": ["e"]}
+def test_minus_one_of_n_predict_is_as_many_tokens_as_fit(http: httpx.Client) -> None:
+    end = {"n_predict": -1, "stop": ["e"]}
     chat = {"messages": [{"role": "user", "content": "x"}], **end}
     assert http.post("/v1/chat/completions", json=chat).status_code == 200
     assert http.post("/v1/completions", json={"prompt": TEXT, **end}).status_code == 200
