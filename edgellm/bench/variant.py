@@ -14,6 +14,7 @@ from edgellm import config
 from edgellm.chat import ChatModel
 from edgellm.engine.client import Engine
 from edgellm.errors import ConfigError
+from edgellm.planner import observed
 from edgellm.runtime import engine_options, plan_model
 
 
@@ -69,6 +70,7 @@ async def opened(
         plan, backend=resolved.engine.backend, options=engine_options(resolved)
     )
     try:
+        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
         yield engine
     finally:
         await engine.close()

@@ -31,9 +31,21 @@ def _cuda_supports(node: Node) -> bool:
     if node.op == "FLASH_ATTN_EXT":
         k, v = node.src[1].ne[0], node.src[2].ne[0]
         return k in _HEADS and v == _OTHER_V.get(k, k)
+    if node.op == "SSM_SCAN":
+        return _scans(node)
+    if node.op == "SSM_CONV":
+        return node.src[0].ne[1] % 128 == 0
     if node.op == "GET_ROWS":
         return not node.src[0].is_weight or node.src[0].size >= 2 * node.src[0].ne[0]
     return True
+
+
+def _scans(node: Node) -> bool:
+    """The state sizes that have a kernel: mamba2's, then mamba's."""
+    states, a = node.src[0].ne, node.src[3].ne
+    if a[0] == 1:
+        return states[0] in (96, 128, 256) and states[1] % 16 == 0
+    return states[0] == 16 and states[1] == 1 and states[2] % 128 == 0
 
 
 def _cuda_alloc_size(node: Node) -> int:

@@ -32,6 +32,8 @@ class RecurrentBlocks(Blocks):
             return self.kimi_delta(layer, cur)
         if "ssm_beta" in layer or "ssm_ba" in layer:
             return self.delta_net(layer, cur)
+        if "ssm_x" in layer and self.shape.arch == "plamo2":
+            return self.plamo_mamba(layer, cur)
         if "ssm_x" in layer:
             return self.mamba(layer, cur)
         return self.mamba2(layer, cur) if "ssm_in" in layer else cur
@@ -160,7 +162,14 @@ class RecurrentBlocks(Blocks):
         bias = layer.get("ssm_conv1d.bias")
         return g.unary(g.add(out, bias) if bias is not None else out)
 
-    def _scan(self, layer: Layer, x: Node, rest: tuple[Node, Node, Node], size: int) -> Node:
+    def _scan(
+        self,
+        layer: Layer,
+        x: Node,
+        rest: tuple[Node, Node, Node],
+        size: int,
+        a: Node | None = None,
+    ) -> Node:
         """build_rs with ggml_ssm_scan in place of the row copy; the new states kept."""
         g, seqs = self.graph, self.step.n_seqs
         cache = g.placed("f32", (layer.shape.s_width, seqs), layer.cache_place)
@@ -169,13 +178,45 @@ class RecurrentBlocks(Blocks):
         count = x.ne[0] * x.ne[1] * x.ne[2] * x.ne[3] + size * seqs
         dt, b, c = rest
         states = g.reshape(rows, size // (x.ne[0] * x.ne[1]), x.ne[0], x.ne[1], seqs)
-        out = g.new("SSM_SCAN", (count,), states, x, dt, layer.need("ssm_a"), b, c, self.s_main)
+        out = g.new(
+            "SSM_SCAN", (count,), states, x, dt, a or layer.need("ssm_a"), b, c, self.s_main
+        )
         g.expand(out)
         extra = g.get_rows(rows, self.s_extra)
         g.expand(g.cpy(extra, g.view(cache, (cache.ne[0], 0), (cache.nb[1],))))
         states = g.view(out, (size, seqs))
         g.expand(g.cpy(states, g.view(cache, (size, seqs), (cache.nb[1],))))
         return out
+
+    def plamo_mamba(self, layer: Layer, cur: Node) -> Node:
+        """build_plamo2_mamba_layer (plamo2.cpp)."""
+        g, h, seqs = self.graph, self.shape.hparams, self.step.n_seqs
+        per = self.n_tokens // seqs
+        inner, state, heads = int(h["ssm_d_inner"]), int(h["ssm_d_state"]), int(h["ssm_dt_rank"])
+        head = inner // heads
+        cache = g.placed("f32", (layer.shape.r_width, seqs), layer.cache_place)
+        conv = g.reshape(self.state(cache), layer.shape.r_width // inner, inner, seqs)
+        zx = g.mul_mat(layer.need("ssm_in"), g.reshape(cur, cur.ne[0], per, seqs))
+        zx = g.cont(g.permute(zx, 0, 2, 1, 3), 2 * head, heads, per, seqs)
+        x, z = (g.view(zx, (head, heads, per, seqs), zx.nb[1:]) for _ in range(2))
+        x = g.cont(x, inner, per, seqs)
+        x = self._convolve(layer, g.concat(conv, g.transpose(x), 0), cache)
+        bcdt = g.mul_mat(layer.need("ssm_x"), x)
+        row = bcdt.nb[1:3]
+        b, c = (g.view(bcdt, (state, per, seqs), row) for _ in range(2))
+        dt = g.view(bcdt, (max(64, self.n_embd // 16), per, seqs), row)
+        b, c = self.norm(b, layer.get("ssm_b_norm")), self.norm(c, layer.get("ssm_c_norm"))
+        dt = g.mul_mat(layer.need("ssm_dt"), self.norm(dt, layer.get("ssm_dt_norm")))
+        dt = g.add(dt, layer.need("ssm_dt.bias"))
+        x = g.view(x, (head, heads, per, seqs))
+        b, c = (g.view(t, (state, 1, per, seqs), (4 * state, *t.nb[1:3])) for t in (b, c))
+        a = g.reshape(layer.need("ssm_a"), 1, heads)
+        y_ssm = self._scan(layer, x, (dt, b, c), state * inner, a)
+        y = g.view(y_ssm, (head, heads, per, seqs))
+        y = g.add(y, g.mul(x, g.reshape(layer.need("ssm_d"), 1, heads)))
+        y = g.glu(g.cont(z), y)
+        out = g.mul_mat(layer.need("ssm_out"), g.view(y, (inner, per, seqs), y.nb[2:4]))
+        return g.reshape(out, out.ne[0], per * seqs)
 
     def mamba2(self, layer: Layer, cur: Node) -> Node:
         """build_mamba2_layer."""

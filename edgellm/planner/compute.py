@@ -28,7 +28,6 @@ NO_GRAPH: Final = (LookupError, ArithmeticError, ValueError, AttributeError, Typ
 
 
 ROUGH: Final = {
-    "plamo2": (2.0, 0.0),
     "rwkv6": (1.0, 14.4),
     "rwkv7": (1.0, 18.4),
 }
