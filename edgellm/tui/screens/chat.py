@@ -337,6 +337,7 @@ class ChatScreen(EdgeScreen):
         self.transcript.add(turn)
         self._live = Live(session, message, turn)
         self._pacer = _pacer(endpoint)
+        self.query_one(Composer).cursor_blink = False  # each blink is a frame
         self._frame = self.set_timer(self._pacer.interval_s, self._frame_due)
         self._answering = self._answer(endpoint, self._live, messages)
         await self._list(self.query_one("#find", Input).value)
@@ -441,6 +442,8 @@ class ChatScreen(EdgeScreen):
             "decode_tps": timings[0], "ttft_s": timings[1],
         }  # fmt: skip
         self._live = None
+        if self.is_attached:
+            self.query_one(Composer).cursor_blink = self.edge.preferred.animations
         if not self.is_attached:
             # The program is ending: keep the words, there is no screen to show them on.
             self.edge.store.finish(live.message.id, **values)
