@@ -15,7 +15,8 @@ import msgspec
 from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
 
-MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRINGS: Final = 128
+"""Chat front ends send one for each name in the conversation."""
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
 SEED_RANDOM: Final = None

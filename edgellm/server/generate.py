@@ -118,6 +118,9 @@ async def logit_bias(fields: SamplingFields, view: View) -> dict[int, float] | N
     built: dict[int, float] = {}
     for token, value in items:
         bias = -100.0 if value is False else float(value)
+        if not isinstance(pairs, dict):
+            # llama-server's pairs take any number; beyond 100 a token is certain, or never comes.
+            bias = min(max(bias, -100.0), 100.0)
         if isinstance(token, int) or token.lstrip("-").isdigit():
             built[view.check_ids([int(token)], "logit_bias")[0]] = bias
         else:

@@ -239,6 +239,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 _FLOAT_FOR_INT: Final = "got `float`"
+_EXACT: Final = 2.0**53  # beyond it a float is no certain whole number
 
 
 def _decode_whole_floats(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -255,4 +256,6 @@ def _whole(value: Any) -> Any:
         return {name: _whole(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value

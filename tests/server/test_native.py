@@ -255,6 +255,24 @@ def test_a_schema_beside_the_type_is_enforced(http: httpx.Client) -> None:
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize(("pairs", "status"), [([[100, 1000]], 200), ({"100": 1000}, 400)])
+def test_llama_servers_pairs_of_a_bias_take_any_number(
+    http: httpx.Client, pairs: Any, status: int
+) -> None:
+    body = {"prompt": TEXT, "n_predict": 1, "logit_bias": pairs}
+    answer = http.post("/completion", json=body)
+    assert answer.status_code == status
+    if status == 200:
+        biases = answer.json()["generation_settings"]["logit_bias"]
+        assert biases == [{"token": 100, "bias": 100.0}]
+
+
+def test_a_chat_front_end_may_name_every_speaker_as_a_stop_string(http: httpx.Client) -> None:
+    stop = [f"\nSpeaker {i}:" for i in range(40)]
+    body = {"prompt": TEXT, "max_tokens": 2, "stop": stop}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
 def test_probabilities_and_chosen_fields(http: httpx.Client) -> None:
     body = http.post("/completion", json={"prompt": TEXT, "n_predict": 3, "n_probs": 2}).json()
     assert len(body["completion_probabilities"]) == 3
