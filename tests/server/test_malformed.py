@@ -138,7 +138,7 @@ def impossible_value(rng: random.Random) -> Broken:
             ("/v1/chat/completions", {"messages": [{"role": "user"}, {}]}),
             ("/v1/chat/completions", {"n": 0}),
             ("/v1/chat/completions", {"stop": [""]}),
-            ("/v1/chat/completions", {"stop": ["x"] * 40}),
+            ("/v1/chat/completions", {"stop": ["x"] * 200}),
             ("/v1/chat/completions", {"logit_bias": {"999999999": 1}}),
             ("/v1/chat/completions", {"logit_bias": {"1": 1e9}}),
             ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
