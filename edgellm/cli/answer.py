@@ -78,8 +78,6 @@ def sampling(chat: ChatSettings, **extra: Any) -> SamplingParams:
     names = SamplingParams.__struct_fields__
     given = {n: getattr(chat, n) for n in chat.__struct_fields__ if n in names}
     chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen.get("max_tokens") == -1:  # llama.cpp's way to say as many as fit
-        del chosen["max_tokens"]
     return SamplingParams(**chosen, **extra).validate()
 
 

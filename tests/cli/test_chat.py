@@ -134,7 +134,7 @@ def test_stats_print_each_phases_rate_and_the_ttft(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdin(monkeypatch, "")
-    _, _, err = ask([model, "-p", "x", "--stats", "-n", "9"], capsys)
+    _, _, err = ask([model, "-p", "x", "--stats", "-n", "9", "--seed", "1"], capsys)
     for word in ("prefill_tps", "decode_tps", "TTFT", "answer 9 tokens", "length"):
         assert word in err
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.cli.answer import sampling
 from edgellm.cli.errors import UsageError
 from edgellm.cli.serve import bind_of, find_models, options_of, with_aliases, with_parallel
-from edgellm.config import ChatSettings, PlanSettings, ServeSettings, Settings, load
+from edgellm.config import PlanSettings, ServeSettings, Settings, load
 from edgellm.errors import ConfigError, ModelNotFoundError
 from edgellm.runtime import ModelSpec
 from edgellm.server.run import Bind, open_sockets
@@ -135,8 +134,3 @@ def test_a_state_file_is_private_and_a_dead_servers_file_goes(tmp_path: Path) ->
     assert not stale.exists()
     state.remove()
     assert running(tmp_path) == []
-
-
-def test_minus_one_of_the_longest_answer_is_as_many_tokens_as_fit() -> None:
-    assert sampling(ChatSettings(max_tokens=-1)).max_tokens is None
-    assert sampling(ChatSettings(max_tokens=7)).max_tokens == 7
