@@ -333,6 +333,18 @@ async def test_settings_are_checked_and_used(app: EdgeApp, services: DemoService
         assert messages[0] == {"role": "system", "content": "be brief"}
 
 
+async def test_until_the_first_word_the_prompt_is_being_read(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        services.token_s = 3600.0
+        await pilot.press("a", "enter")
+        await settle(pilot, lambda: screen.speed == "reading the prompt")
+        await pilot.press("escape")
+        await settle(pilot, lambda: screen._live is None and screen.speed == "")
+
+
 async def test_settings_that_are_left_make_no_conversation(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)

@@ -46,6 +46,8 @@ SAVE_S: Final = 0.4
 """How much of an answer a crash may cost."""
 TITLE_CELLS: Final = 28
 """What the list of conversations has room for on a line."""
+READING: Final = "reading the prompt"
+"""Said until the first word comes: a long prompt takes a minute on a slow CPU."""
 MAX_ATTACHMENT: Final = 4 * 1024 * 1024
 
 
@@ -336,6 +338,7 @@ class ChatScreen(EdgeScreen):
         turn = Turn(message.id, "assistant", name=endpoint.name, streaming=True)
         self.transcript.add(turn)
         self._live = Live(session, message, turn)
+        self.speed = READING
         self._pacer = _pacer(endpoint)
         self.query_one(Composer).cursor_blink = False  # each blink is a frame
         self._frame = self.set_timer(self._pacer.interval_s, self._frame_due)
@@ -399,6 +402,8 @@ class ChatScreen(EdgeScreen):
         live.n_shown, live.n_reasoned = len(live.text), len(live.reasoning)
         if not text and not reasoning:
             return
+        if self.speed == READING:
+            self.speed = ""
         turns = self.transcript.turns
         if turns and turns[-1] is live.turn:
             self.transcript.stream(text, reasoning)
