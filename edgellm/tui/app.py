@@ -31,7 +31,14 @@ from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.tui.details import shown_name
 from edgellm.tui.downloads import Downloads, DownloadsChanged
 from edgellm.tui.palette import THEMES
-from edgellm.tui.ports import Endpoint, ModelRow, Progress, ServerHandle, Services
+from edgellm.tui.ports import (
+    Endpoint,
+    ModelRow,
+    Progress,
+    ServerHandle,
+    ServerLostError,
+    Services,
+)
 from edgellm.tui.sessions import SessionStore
 from edgellm.tui.widgets import MODE_LABELS, NavBar
 
@@ -49,6 +56,7 @@ SEVERITY: Final[tuple[tuple[type[EdgeLLMError], str, str], ...]] = (
     (QueueFullError, "Busy", "warning"),
     (InvalidRequestError, "Not accepted", "warning"),
     (StoreError, "Storage", "error"),
+    (ServerLostError, "The server is gone", "error"),
     (EdgeLLMError, "Something failed", "error"),
 )
 

@@ -22,13 +22,10 @@ from edgellm.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from edgellm.tui.ports import ServerLostError
 
 CONNECT_S: Final = 5.0
 LIMIT: Final = 4 * 1024 * 1024
-
-
-class ServerLostError(EngineError):
-    """The server could not be reached, or went away in the middle of an answer."""
 
 
 class Http:

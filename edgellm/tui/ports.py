@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from edgellm.devices import Devices
+from edgellm.errors import EngineError
 from edgellm.metrics import EngineStats, RequestTimings
 from edgellm.planner.plan import LoadReport, Plan, PlanRequest
 from edgellm.request import SamplingParams, Usage
@@ -19,6 +20,10 @@ from edgellm.request import SamplingParams, Usage
 Json = dict[str, Any]
 HERE: Final = "this machine"
 """Where an endpoint is that belongs to this program."""
+
+
+class ServerLostError(EngineError):
+    """The server could not be reached, or went away in the middle of an answer."""
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from edgellm.errors import EdgeLLMError
 from edgellm.metrics import EngineStats, RequestTimings
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import SamplingParams, Usage
-from edgellm.tui.http import Http, ServerLostError, error_of
-from edgellm.tui.ports import Delta, Json
+from edgellm.tui.http import Http, error_of
+from edgellm.tui.ports import Delta, Json, ServerLostError
 
 # Ours and theirs: only what differs from the default is sent, so that any server understands.
 SENT: Final = (

@@ -10,7 +10,8 @@ from collections import deque
 from typing import Final
 
 from edgellm.errors import EngineError
-from edgellm.tui.http import Http, ServerLostError
+from edgellm.tui.http import Http
+from edgellm.tui.ports import ServerLostError
 
 START_S: Final = 120.0
 STOP_S: Final = 10.0

@@ -400,6 +400,8 @@ def _translate(error: Exception, path: str) -> StoreError:
         )
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return StoreError(f"{path}: {error}", hint="move it away; edgellm then begins a new one")
+    if "locked" in str(error):
+        return StoreError(f"{path}: another program holds it", hint="end that one, and start again")
     what = error.strerror if isinstance(error, OSError) else error
     return StoreError(f"{path}: {what}", hint="check that the file and its folder can be written")
 

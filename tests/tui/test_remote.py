@@ -19,7 +19,8 @@ from edgellm.errors import (
 from edgellm.planner.plan import PlanRequest
 from edgellm.request import SamplingParams
 from edgellm.tui.demo import DemoServices
-from edgellm.tui.http import Http, ServerLostError
+from edgellm.tui.http import Http
+from edgellm.tui.ports import ServerLostError
 from edgellm.tui.remote import RemoteEndpoint, find_stats
 
 Answer = Callable[[str, Any, asyncio.StreamWriter], Awaitable[None]]

@@ -184,3 +184,16 @@ def test_conversations_are_readable_by_their_owner_alone(store: SessionStore) ->
     store.create()
     for path in Path(store.path).parent.glob("chat.db*"):
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_database_that_somebody_holds_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chat.db"
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("CREATE TABLE x (a)")
+        other.execute("BEGIN EXCLUSIVE")
+        connect = sqlite3.connect
+        monkeypatch.setattr(sqlite3, "connect", lambda p, **k: connect(p, **{**k, "timeout": 0.01}))
+        with pytest.raises(StoreError, match="another program holds it"):
+            SessionStore(path)
