@@ -1,6 +1,9 @@
 """What every command and the server start from: one model opened, or several behind one door."""
 
-from edgellm.runtime.models import Lease, ModelSpec, ModelStatus, Runtime, make_runtime
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from edgellm.runtime.opening import (
     engine_options,
     local_path,
@@ -12,6 +15,9 @@ from edgellm.runtime.opening import (
     replanner,
     with_workers,
 )
+
+if TYPE_CHECKING:
+    from edgellm.runtime.models import Lease, ModelSpec, ModelStatus, Runtime, make_runtime
 
 __all__ = [
     "Lease",
@@ -29,3 +35,12 @@ __all__ = [
     "replanner",
     "with_workers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Several models need asyncio (20 ms), which ``edgellm plan`` has no use for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from edgellm.runtime import models
+
+    return getattr(models, name)

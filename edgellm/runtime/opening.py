@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +61,8 @@ async def open_engine(
 
     Raises what its parts raise: ModelNotFoundError, GGUFError, DoesNotFitError, EngineError.
     """
+    import asyncio  # 20 ms that planning has no use for
+
     from edgellm.engine.build import require_engine
     from edgellm.engine.client import Engine
 
