@@ -55,7 +55,8 @@ async def chat(pilot: Any) -> None:
     await welcome(pilot)
     await pilot.press("enter")
     await settle(pilot, lambda: isinstance(pilot.app.focused, Composer) and pilot.app.endpoint)
-    await pilot.press(*"What is a KV cache?", "enter")
+    pilot.app.screen.query_one(Composer).insert("What is a KV cache?")
+    await pilot.press("enter")
     screen = pilot.app.screen
     await settle(pilot, lambda: screen._live is None and len(screen.transcript.turns) == 2)
     await settle(pilot, lambda: "/ 8,192" in screen.query_one("#meter").text and screen.speed)
