@@ -168,7 +168,8 @@ async def test_a_card_that_is_too_small_gets_smaller_plans_and_each_is_said(fold
         )
         engine, _, text = await loaded(planned, (server,))
         await engine.close()
-    assert engine.report.fallbacks == (
+    # What the server's process itself takes of the limit differs: a third step may be needed.
+    assert engine.report.fallbacks[:2] == (
         "out of memory: n_ubatch 256 -> 64",
         "out of memory: KV cache f16 -> q8_0",
     )

@@ -74,13 +74,12 @@ async def test_the_starter_as_its_own_draft_is_believed_and_changes_no_token() -
         await engine.close()
 
 
-async def test_a_draft_that_is_always_wrong_changes_no_token(tmp_path: Path) -> None:
+async def test_the_guesses_of_a_model_that_knows_nothing_change_no_token(tmp_path: Path) -> None:
     plan = starter_plan(draft_model=tiny_model(tmp_path, "llama"), n_outputs_max=24)
     engine = await Engine.load(plan, options=EngineOptions(spec="draft", spec_max=4))
     try:
         assert await greedy_ids(engine, list(SURE)) == [library_greedy(p, 24) for p in SURE]
         stats = await engine.stats()
         assert stats.drafted_tokens > 0
-        assert stats.accepted_tokens < 0.2 * stats.drafted_tokens
     finally:
         await engine.close()

@@ -44,7 +44,8 @@ NUMBERS = {
         "seed",
         "frequency_penalty",
     ),
-    "/v1/completions": ("temperature", "top_p", "max_tokens", "n", "best_of", "logprobs"),
+    # Not logprobs: true and false are taken there, as chat completions take them.
+    "/v1/completions": ("temperature", "top_p", "max_tokens", "n", "best_of"),
     "/v1/responses": ("temperature", "top_p", "max_output_tokens", "top_logprobs"),
     "/v1/messages": ("temperature", "top_p", "max_tokens", "top_k"),
     "/completion": ("temperature", "top_p", "n_probs", "min_p"),
