@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import socket
 import subprocess
 import time
@@ -271,6 +272,14 @@ async def run_pair(card: int, name: str, path: Path, args: argparse.Namespace) -
     }
 
 
+def make_room(folder: Path, needed: int = 24 * GiB) -> None:
+    """Remove filled models, oldest first, until another one fits on the disk."""
+    for old in sorted(folder.glob("*-filled.gguf"), key=lambda path: path.stat().st_mtime):
+        if shutil.disk_usage(folder).free >= needed:
+            return
+        old.unlink()
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     head = (
         "GiB", "model", "verdict", "edgellm layers", "decode", "predicted", "prefill",
@@ -326,13 +335,12 @@ def main() -> None:
         [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     )
     done = {(row["card_gib"], row["model"]) for row in rows}
-    for card, name in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+    for card, name in pairs:
         if (card, name) in done:
             continue
         path = args.folder / f"{name}-filled.gguf"
         if not path.exists():
-            for old in args.folder.glob("*-filled.gguf"):  # one filled model at a time on disk
-                old.unlink()
+            make_room(args.folder)
             synthetic.write_model(name, path, vocabs=args.vocab)
         row = asyncio.run(run_pair(card, name, path, args))
         rows.append(row)
