@@ -7,6 +7,7 @@ whatever the handler waits for (a queue, a model load, the engine) is given up a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import secrets
@@ -26,9 +27,29 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 T = TypeVar("T")
 
+CLIENT: Final = "edgellm.client"
+"""Scope key of the connection's :class:`Client`."""
 JSON: Final = (b"content-type", b"application/json")
 _ID: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+_counter: Final = itertools.count(1)
 encode: Final = msgspec.json.Encoder().encode
+
+
+class Client:
+    """The other end of a connection: whoever works for it is told when it leaves. (A task a
+    request that waits for ASGI's disconnect message would cost 12 µs.)"""
+
+    __slots__ = ("is_gone", "on_leave")
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self.on_leave: set[Callable[[], None]] = set()
+
+    def leave(self) -> None:
+        """The connection is lost."""
+        self.is_gone = True
+        for tell in tuple(self.on_leave):
+            tell()
 
 
 class Call:
@@ -73,6 +94,10 @@ class Call:
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.log: dict[str, Any] = {}
         """What the log line of this request says beside the usual (model, token counts)."""
+
+    def next_id(self) -> str:
+        """An id for a request to an engine. Two calls may carry the same ``x-request-id``."""
+        return f"{self.request_id}-{next(_counter)}"
 
     def header(self, name: bytes) -> str:
         """A header's value, or an empty string."""
@@ -140,20 +165,22 @@ class Call:
         Returns what ends the watching. Call it after the body was read.
         """
         task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        receiving = loop.create_task(_receive(self.receive))
+        client: Client = self.scope.get(CLIENT) or Client()
 
-        def gone(done: asyncio.Task[Message]) -> None:
-            if not done.cancelled() and task is not None and not task.done():
+        def gone() -> None:
+            if task is not None and not task.done():
                 self.gone = True
                 task.cancel()
 
-        receiving.add_done_callback(gone)
-        timer = loop.call_later(time_limit, self.expire, task) if time_limit else None
+        client.on_leave.add(gone)
+        if client.is_gone:
+            gone()
+        timer = None
+        if time_limit:
+            timer = asyncio.get_running_loop().call_later(time_limit, self.expire, task)
 
         def stop() -> None:
-            receiving.remove_done_callback(gone)
-            receiving.cancel()
+            client.on_leave.discard(gone)
             if timer is not None:
                 timer.cancel()
 
@@ -192,10 +219,6 @@ class Call:
     async def json(self, value: Any, *, status: int = 200, headers: Headers = ()) -> None:
         """Send ``value`` as JSON."""
         await self.reply(encode(value), status=status, headers=(JSON, *headers))
-
-
-async def _receive(receive: Receive) -> Message:
-    return await receive()
 
 
 def too_large(limit: int) -> Problem:

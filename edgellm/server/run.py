@@ -18,6 +18,7 @@ from edgellm.errors import ConfigError
 from edgellm.server import log
 from edgellm.server.app import App
 from edgellm.server.core import Server
+from edgellm.server.http import CLIENT, Client
 from edgellm.server.statefile import StateFile
 
 T = TypeVar("T")
@@ -38,22 +39,63 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     """How long running requests may take after SIGTERM."""
 
 
+class Joined:
+    """A connection as one answer sees it: its head leaves together with what follows at once, in
+    one system call."""
+
+    __slots__ = ("_head", "_is_past_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+        self._is_past_head = False
+
+    def write(self, data: bytes) -> None:
+        if self._is_past_head:
+            self._transport.write(self._head + data if self._head else data)
+            self._head = b""
+        elif data.startswith(b"HTTP/1.1 1"):  # 100 Continue
+            self._transport.write(data)
+        else:
+            self._head, self._is_past_head = data, True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, with a limit for headers that never come and JSON for what is not HTTP."""
+    """uvicorn's, with a limit for headers that never come, JSON for what is not HTTP, and word to
+    the running request when its client goes away."""
 
     _headers_timer: asyncio.TimerHandle | None = None
+    _client: Client
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._client = Client()
         self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._too_late)
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self.scope[CLIENT] = self._client  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self.cycle.transport = Joined(self.transport, self.loop)  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._client.leave()
 
     def eof_received(self) -> None:
         # A client that closed its half before its request was whole will never send the rest.

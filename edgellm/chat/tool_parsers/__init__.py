@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from edgellm.chat.tool_parsers import (
@@ -59,6 +60,7 @@ _SIGNS: Final[tuple[tuple[tuple[str, ...], Family], ...]] = (
 FAMILIES: Final = tuple(dict.fromkeys(family for _, family in _SIGNS))
 
 
+@lru_cache(maxsize=64)
 def choose(template: str, arch: str = "") -> Family | None:
     """The family whose calls this template knows; None when it knows none."""
     for signs, family in _SIGNS:

@@ -206,7 +206,7 @@ async def make_request(
         kept = prepared.prompt[: prepared.n_keep_chars]
         n_keep = len(await view.engine.tokenize(kept, add_special=prepared.add_special))
     return Request(
-        id=call.request_id + "-" + secrets.token_hex(4),
+        id=call.next_id(),
         prompt=prepared.prompt,
         sampling=sampling,
         priority=priority_of(fields, server.options.priority),

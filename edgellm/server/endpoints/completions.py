@@ -146,7 +146,7 @@ async def prepare(server: Server, call: Call, view: View, body: CompletionBody) 
     return Job(
         requests=tuple(
             Request(
-                id=f"{call.request_id}-{secrets.token_hex(4)}",
+                id=call.next_id(),
                 prompt=prompt,
                 sampling=sampling,
                 priority=priority_of(body, server.options.priority),

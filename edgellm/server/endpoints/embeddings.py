@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import secrets
 from array import array
 from collections.abc import Sequence
 from typing import Any, Final
@@ -68,7 +67,7 @@ async def embed(
     """Ask the engine."""
     return await view.engine.embed(
         EmbedRequest(
-            id=f"{call.request_id}-{secrets.token_hex(4)}",
+            id=call.next_id(),
             inputs=tuple(inputs),
             normalize=normalize,
             priority=server.options.priority,

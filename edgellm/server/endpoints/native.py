@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -115,7 +114,7 @@ def _job(
     return Job(
         requests=tuple(
             Request(
-                id=f"{call.request_id}-{secrets.token_hex(4)}",
+                id=call.next_id(),
                 prompt=prompt,
                 sampling=sampling,
                 priority=priority_of(body, server.options.priority),
