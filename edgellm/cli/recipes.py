@@ -30,6 +30,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str | None
     version: str = ""
+    in_path: bool = True
+    """Whether a build finds it by its name alone."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     disk_free: int = 0
     installer: tuple[str, ...] = ()
     """The command that installs packages here: (python, -m, pip) or (uv, pip); empty: neither."""
+    cmake_args: tuple[str, ...] = ()
+    """What CMAKE_ARGS holds already; it comes last, so that it wins."""
 
     def tool(self, name: str) -> Tool:
         found = [t for t in self.tools if t.name == name]
@@ -124,12 +128,12 @@ def best_backend(machine: Machine) -> tuple[str, str]:
 def recipe(machine: Machine, backend: str | None = None) -> Recipe:
     """How to install the engine here for ``backend``, or for the GPU that was found."""
     chosen, why = best_backend(machine) if backend is None else (backend, "asked for")
-    arguments, core_minutes, disk, tools = _BUILDS[chosen]
+    _, core_minutes, disk, tools = _BUILDS[chosen]
     needed = [machine.tool(name) for name in ("c++", *tools)]
     return Recipe(
         backend=chosen,
         why=why,
-        cmake_args=(*arguments, *_architectures(machine, chosen), *_ALWAYS),
+        cmake_args=_cmake_args(machine, chosen),
         minutes=max(1, round(core_minutes / max(1, machine.cores))),
         disk=disk,
         missing=tuple(t for t in needed if t.path is None),
@@ -169,6 +173,25 @@ def _cuda_tag(machine: Machine) -> str | None:
         if not too_new and not (version[0] >= 13 and oldest < OLDEST_FOR_CUDA_13):
             return f"cu{version[0]}{version[1]}"
     return None
+
+
+def _cmake_args(machine: Machine, backend: str) -> tuple[str, ...]:
+    """What the backend and this machine need, then what the person's CMAKE_ARGS add to it."""
+    ours = (
+        *_BUILDS[backend][0],
+        *_architectures(machine, backend),
+        *_compilers(machine, backend),
+        *_ALWAYS,
+    )
+    return (*ours, *(text for text in machine.cmake_args if text not in ours))
+
+
+def _compilers(machine: Machine, backend: str) -> tuple[str, ...]:
+    """The toolkit's installer leaves nvcc outside PATH, where cmake does not look for it."""
+    nvcc = machine.tool("nvcc")
+    if backend != "cuda" or nvcc.path is None or nvcc.in_path:
+        return ()
+    return (f"-DCMAKE_CUDA_COMPILER={nvcc.path}",)
 
 
 def _architectures(machine: Machine, backend: str) -> tuple[str, ...]:

@@ -64,12 +64,14 @@ def setup(
     """
     if prebuilt and build:
         raise UsageError("--prebuilt and --build exclude each other")
+    if source is not None and not source.is_file():
+        raise UsageError(f"no file {source}")
     facts = checks.examine()
     chosen = recipe(facts.machine, backend)
     job = Job(
         recipe=chosen,
         machine=facts.machine,
-        route=_route(chosen, prebuilt=prebuilt, build=build, yes=yes or dry_run or json),
+        route=_route(chosen, prebuilt=prebuilt, build=build or bool(source), yes=yes or dry_run),
         source=source,
         replaces=facts.engine_version is not None,
         installs_starter=starter and not facts.has_starter,
@@ -100,7 +102,7 @@ def _route(chosen: Recipe, *, prebuilt: bool, build: bool, yes: bool) -> Route:
         return "wheel"
     if build or yes or chosen.wheel_index is None:
         return "build"
-    if not sys.stdin.isatty():
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("setup changes this environment", hint="edgellm setup --yes")
     return _ask(chosen)
 
@@ -122,7 +124,7 @@ def _check(job: Job) -> None:
             "neither pip nor uv can install into this environment",
             hint=f"{sys.executable} -m ensurepip",
         )
-    if job.route != "build" or (job.source and job.source.suffix == ".whl"):
+    if not job.compiles:
         return
     if job.recipe.problems:
         raise EngineError("; ".join(job.recipe.problems), hint="edgellm doctor")
@@ -141,11 +143,11 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
         return
     chosen = job.recipe
     print(f"{ENGINE_PACKAGE} {ENGINE_VERSION} for {chosen.backend} ({chosen.why})")
-    if job.route == "build":
+    if job.compiles:
         print(f"about {chosen.minutes} minutes and {format_bytes(chosen.disk)} while it compiles")
     for problem in chosen.problems:
         print(f"  ! {problem}")
-    for tool in chosen.missing:
+    for tool in chosen.missing if job.compiles else ():
         print(f"  ! {tool.name} is missing: {how_to_get(tool.name, job.machine.system)}")
     for number, step in enumerate(steps, start=1):
         print(f"{number}. {step.title}")
@@ -173,4 +175,9 @@ def _show_result(result: install.Result, *, as_json: bool) -> None:
     print(f"the engine is installed; it lists {devices}")
     if result.offloaded:
         print(f"the starter answered; layers on the GPU: {result.offloaded}")
+    if result.overhead is not None:
+        taken = format_bytes(result.overhead)
+        print(
+            f"beside llama.cpp's buffers it took {taken} of the card; later plans start from that"
+        )
     print("next:  edgellm chat starter")

