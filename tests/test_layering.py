@@ -39,7 +39,7 @@ LEVELS = {
 SHARED_IN_LEVEL_1 = {"paths", "config", "devices"}
 SIDEWAYS = {("engine", "edgellm.planner.plan")}
 HOMES = {
-    "llama_cpp": {"engine/llama.py"},
+    "llama_cpp": {"engine/llama/"},
     "huggingface_hub": {"store/hub.py"},
     "pynvml": {"devices.py"},
     "textual": {"tui/"},

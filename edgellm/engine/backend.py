@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
-from edgellm.engine.retention import FIRST_CELLS
+from edgellm.engine.retention import MIN_CELLS
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Pooling, SamplingParams, TokenLogprob
 
@@ -47,7 +47,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """seq_ids without an attached sampler, for what needs all logits; empty: all slots do."""
     retained_ids: tuple[int, ...] = ()
     """seq_ids that only hold cells of finished sequences."""
-    retain_cells: int = FIRST_CELLS
+    retain_cells: int = MIN_CELLS
     """Cells that retained prefixes may hold to begin with (see retention.py)."""
     sharing: str = "cells"
     can_shift: bool = True

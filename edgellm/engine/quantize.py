@@ -1,7 +1,5 @@
-"""Quantising a model in a child process: ``python -m edgellm.engine.quantize`` is the child.
-
-The child reads one job from stdin as JSON and writes one JSON object a line: a tensor done, or an
-error. An abort inside llama.cpp ends the child alone.
+"""Quantising a model in a child process (engine/llama/quantize.py): an abort inside llama.cpp ends
+the child alone.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from edgellm.errors import EdgeLLMError, EngineError
+from edgellm.errors import EngineError
 
 # ``llama_model_quantize_impl`` in src/llama-quant.cpp. Only a dry run names the new type; with an
 # importance matrix, remarks break the line after the old one.
@@ -46,7 +44,9 @@ class TensorDone(msgspec.Struct, frozen=True, kw_only=True):
     to_type: str | None = None
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the child's."""
+
     tensor: TensorDone | None = None
     error: str | None = None
 
@@ -56,7 +56,7 @@ def run(job: QuantizeJob) -> Generator[TensorDone, None, None]:
 
     Raises EngineError when it fails, with what llama.cpp said.
     """
-    command = [sys.executable, "-m", "edgellm.engine.quantize"]
+    command = [sys.executable, "-m", "edgellm.engine.llama.quantize"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as child:
@@ -66,7 +66,7 @@ def run(job: QuantizeJob) -> Generator[TensorDone, None, None]:
             child.stdin.write(msgspec.json.encode(job))
             child.stdin.close()
             for line in child.stdout:
-                message = msgspec.json.decode(line, type=_Message)
+                message = msgspec.json.decode(line, type=Message)
                 if message.error is not None:
                     raise EngineError(message.error)
                 if message.tensor is not None:
@@ -87,31 +87,3 @@ def parse_line(line: str) -> TensorDone | None:
     return TensorDone(
         index=int(index), count=int(count), name=name, from_type=from_type, to_type=to_type
     )
-
-
-def main() -> int:
-    """The child."""
-    from edgellm.engine import llama
-
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=QuantizeJob)
-
-    def say(line: str) -> None:
-        done = parse_line(line)
-        if done is not None:
-            _send(_Message(tensor=done))
-
-    try:
-        llama.quantize_file(job, say)
-    except EdgeLLMError as error:
-        _send(_Message(error=error.message))
-        return 1
-    return 0
-
-
-def _send(message: _Message) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,11 +40,10 @@ def random_params(numbers: random.Random) -> SamplingParams:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("near", [0.01, 8.0, 1000.0])
-def test_filtered_choices_equal_the_whole_chains(backend: llama.LlamaBackend, near: float) -> None:
-    numbers = random.Random(3)
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_filtered_choices_equal_the_whole_chains(backend: llama.LlamaBackend, seed: int) -> None:
+    numbers = random.Random(seed)
     for trial in range(6):
-        backend._near = near
         spans = []
         for slot in range(8):
             backend.seq_rm(slot, 0)

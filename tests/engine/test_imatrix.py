@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.engine.imatrix import read_imatrix
-from edgellm.errors import GGUFError
+from edgellm.errors import EngineError, GGUFError
 from tests.gguf.build import STR, gguf, pair, tensor
 
 
@@ -95,3 +95,16 @@ def test_the_quantiser_uses_the_matrix(tmp_path: Path) -> None:
     assert bytes_of(plain, weight) != bytes_of(weighed, weight)
     other = "blk.1.attn_q.weight"
     assert bytes_of(plain, other) == bytes_of(weighed, other)
+
+
+@pytest.mark.model
+def test_the_quantiser_says_why_it_failed(tmp_path: Path) -> None:
+    from edgellm.engine.quantize import QuantizeJob, run
+
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    job = QuantizeJob(
+        source=str(broken), target=str(tmp_path / "out.gguf"), file_type=2, n_threads=1
+    )
+    with pytest.raises(EngineError, match="fail"):
+        list(run(job))

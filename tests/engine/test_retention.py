@@ -5,9 +5,8 @@ from __future__ import annotations
 from array import array
 
 from edgellm.engine.retention import (
-    FIRST_CELLS,
-    LEAST_CELLS,
     LOOKUPS,
+    MIN_CELLS,
     Retention,
     first_budget,
 )
@@ -23,15 +22,15 @@ def test_the_first_budget_is_a_twentieth_of_the_weights_bytes() -> None:
 
 
 def test_the_first_budget_holds_a_prompt_even_beside_a_tiny_model() -> None:
-    assert first_budget(100 * KiB, 128 * KiB) == FIRST_CELLS
-    assert first_budget(0, 0) == FIRST_CELLS
+    assert first_budget(100 * KiB, 128 * KiB) == MIN_CELLS
+    assert first_budget(0, 0) == MIN_CELLS
 
 
 def test_prompts_that_share_nothing_shrink_the_budget_to_its_least() -> None:
     retention = Retention(4096, 65536)
     for i in range(LOOKUPS * 10):
         retention.looked_up(prompt(i), 0, retained=False)
-    assert retention.cells == LEAST_CELLS
+    assert retention.cells == MIN_CELLS
 
 
 def test_sharing_with_running_sequences_says_nothing_for_keeping_finished_ones() -> None:

@@ -1,0 +1,58 @@
+"""llama.cpp's functions (``lib``), and those of the ggml beneath it.
+
+The wrappers in llama_cpp._internals are not used: they fold every code of llama_decode into one
+error and allocate on every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import llama_cpp
+import llama_cpp.llama_cpp as lib
+
+from edgellm.engine.build import library_folder, open_library
+from edgellm.errors import EngineError
+
+__all__ = ["MAX_SEQ", "build", "device_list", "ggml", "lib"]
+
+MAX_SEQ: Final = 256  # LLAMA_MAX_SEQ, src/llama-cparams.h
+
+
+def build() -> str:
+    """Which llama.cpp this is."""
+    return f"llama-cpp-python {llama_cpp.__version__}"
+
+
+def ggml(name: str, result: Any = None, *arguments: Any) -> Any:
+    """Call a function of the ggml that llama.cpp itself uses; every argument is a pointer or a
+    size.
+
+    llama_cpp._ggml always opens the package's own copy: with LLAMA_CPP_LIB_PATH that is another
+    one, with other devices and buffer types, or none at all.
+    """
+    folder = library_folder()
+    for part in ("ggml", "ggml-base"):
+        function = getattr(open_library(folder, part), name, None)
+        if function is not None:
+            function.restype = result
+            function.argtypes = [ctypes.c_void_p] * len(arguments)
+            return function(*arguments)
+    raise EngineError(f"the engine's libraries in {folder} have no {name}", hint="edgellm doctor")
+
+
+def device_list(names: Sequence[str], *, must_exist: bool) -> Any:
+    """A NULL-terminated ggml_backend_dev_t[] of the devices with these names.
+
+    None when one is missing that need not exist (cards given by size have names of their own).
+    """
+    table = (ctypes.c_void_p * (len(names) + 1))()
+    for i, name in enumerate(names):
+        table[i] = ggml("ggml_backend_dev_by_name", ctypes.c_void_p, name.encode())
+        if not table[i] and not must_exist:
+            return None
+        if not table[i]:
+            raise EngineError(f"the engine knows no device {name}", hint="edgellm doctor")
+    return table

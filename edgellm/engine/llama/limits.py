@@ -1,0 +1,100 @@
+"""What a plan's context will hold: slots, cells, rows of logits, and how prefixes are shared."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from edgellm.engine.backend import Limits
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.llama.library import MAX_SEQ, lib
+from edgellm.engine.retention import first_budget
+from edgellm.planner.plan import Plan
+
+ATTACHED_TOP_K: Final = 64
+
+
+def is_on_gpu(plan: Plan) -> bool:
+    """Whether any layer is; a library without a GPU backend computes all of them itself."""
+    return plan.params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
+
+
+def _sharing(plan: Plan, model: Any) -> str:
+    p = plan.params
+    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+        return "checkpoint"
+    if lib.llama_model_n_swa(model) > 0 and not p.swa_full:
+        return "checkpoint"
+    return "cells" if p.kv_unified else "checkpoint"
+
+
+def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str) -> int:
+    p = plan.params
+    if p.embeddings or p.split_mode == "tensor":  # llama_context::set_sampler refuses it
+        return 0
+    if p.n_outputs_max > 2 * p.n_seq_max:  # a vocabulary on the GPU for each output: 0.5 GiB
+        return 0
+    if options.attach_top_k is not None:
+        return options.attach_top_k
+    # Where sequences have cells of their own, plain ones beside them would cost memory.
+    return ATTACHED_TOP_K if is_on_gpu(plan) and sharing == "cells" else 0
+
+
+def n_outputs(plan: Plan, options: EngineOptions, n_seq: int) -> int:
+    """Rows of logits a step: the plan's, one a sequence at least, and some to guess with."""
+    p = plan.params
+    guesses = options.spec_max if options.spec != "off" else 0
+    return min(max(p.n_outputs_max, n_seq + guesses), p.n_batch)
+
+
+def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
+    """The limits as planned; the context may round some of them."""
+    p = plan.params
+    n = p.n_seq_max
+    sharing = _sharing(plan, model)
+    top_k = _attached_top_k(plan, options, sharing)
+    slots: tuple[int, ...] = tuple(range(n))
+    plain: tuple[int, ...] = ()
+    if top_k and sharing == "cells":
+        # More sequences cost a shared full cache nothing; window and recurrent caches a copy.
+        plain = tuple(range(n, min(n + min(n, options.n_plain), MAX_SEQ)))
+    elif top_k and n > 1:
+        n_plain = min(options.n_plain, n // 2)
+        slots, plain = slots[: n - n_plain], slots[n - n_plain :]
+    elif top_k:
+        top_k = 0
+    first = n + len(plain)
+    return Limits(
+        n_cells=p.n_ctx,
+        n_ctx_seq=p.n_ctx_seq,
+        n_batch=p.n_batch,
+        n_ubatch=p.n_ubatch,
+        n_prefill=min(p.n_batch, p.n_ubatch * max(1, len(p.tensor_split))),
+        n_running=n,
+        n_outputs_max=n_outputs(plan, options, n),
+        slot_ids=slots,
+        plain_ids=plain,
+        retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
+        retain_cells=_retain_cells(plan),
+        sharing=sharing,
+        attached_top_k=top_k,
+    )
+
+
+def _retain_cells(plan: Plan) -> int:
+    weights = sum(d.weights for d in plan.devices) + plan.host.weights
+    kv_cache = sum(d.kv_cache for d in plan.devices) + plan.host.kv_cache
+    return first_budget(weights, kv_cache // max(1, plan.params.n_ctx))
+
+
+def true_limits(planned: Limits, ctx: Any, can_shift: bool) -> Limits:
+    """The limits of the context that was made."""
+    return msgspec.structs.replace(
+        planned,
+        n_cells=lib.llama_n_ctx(ctx),
+        n_ctx_seq=min(planned.n_ctx_seq, lib.llama_n_ctx_seq(ctx)),
+        n_batch=lib.llama_n_batch(ctx),
+        n_ubatch=lib.llama_n_ubatch(ctx),
+        can_shift=can_shift,
+    )
