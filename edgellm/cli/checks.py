@@ -20,7 +20,15 @@ from typing import Final
 import msgspec
 
 from edgellm import __version__, config, devices, paths
-from edgellm.cli.recipes import Machine, Recipe, Tool, build_command, how_to_get, recipe
+from edgellm.cli.recipes import (
+    Machine,
+    Recipe,
+    Tool,
+    build_command,
+    how_to_get,
+    missing_library,
+    recipe,
+)
 from edgellm.devices import Devices
 from edgellm.engine.build import (
     ENGINE_PACKAGE,
@@ -217,7 +225,7 @@ def _judge_engine(facts: Facts) -> Iterator[Check]:
             name="engine",
             status="problem",
             detail=f"the engine does not load: {facts.report.detail}",
-            fix=_rebuild(facts),
+            fix=missing_library(facts.report.detail) or _rebuild(facts),
         )
     elif facts.engine_version not in (ENGINE_VERSION, None):
         yield Check(

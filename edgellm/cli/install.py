@@ -19,7 +19,7 @@ import msgspec
 
 from edgellm import paths
 from edgellm.cli.proof import Proof
-from edgellm.cli.recipes import Machine, Recipe
+from edgellm.cli.recipes import Machine, Recipe, missing_library
 from edgellm.engine.build import (
     ENGINE_PACKAGE,
     ENGINE_VERSION,
@@ -262,7 +262,8 @@ def _prove(job: Job, environ: dict[str, str]) -> Result:
     report = inspect_build(environ=environ)
     build = report.build
     if build is None:
-        raise EngineError(f"the new engine does not load: {report.detail or report.problem}")
+        why = report.detail or report.problem
+        raise EngineError(f"the new engine does not load: {why}", hint=missing_library(why))
     if job.recipe.backend != "cpu" and not build.gpus:
         raise EngineError(
             f"the new engine lists no {job.recipe.backend} device", hint="edgellm doctor"

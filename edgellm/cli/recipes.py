@@ -111,6 +111,22 @@ _HOW: Final[dict[str, dict[str, str]]] = {
 }
 
 
+# Libraries that a build for the backend needs at run time, and that a bare system may lack.
+_LIBRARIES: Final = {
+    "libgomp.so": "sudo apt install libgomp1   (Fedora: sudo dnf install libgomp)",
+    "libstdc++.so": "sudo apt install libstdc++6   (Fedora: sudo dnf install libstdc++)",
+    "libvulkan.so": "sudo apt install libvulkan1   (Fedora: sudo dnf install vulkan-loader)",
+    "libcuda.so": "install the NVIDIA driver: https://www.nvidia.com/drivers",
+}
+
+
+def missing_library(detail: str) -> str | None:
+    """The command that brings the library which the loader did not find, from its own words."""
+    if "cannot open shared object" not in detail:
+        return None
+    return next((how for name, how in _LIBRARIES.items() if f"{name}." in detail), None)
+
+
 def best_backend(machine: Machine) -> tuple[str, str]:
     """The backend for this machine's GPU, and why in a few words."""
     if machine.system == "Darwin" and machine.arch == "arm64":

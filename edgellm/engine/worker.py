@@ -23,7 +23,7 @@ from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.info import LoadProgress
 from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
 from edgellm.engine.score import ScoreJob
-from edgellm.errors import ConfigError, InvalidRequestError
+from edgellm.errors import ConfigError, EngineError, InvalidRequestError
 from edgellm.request import Request
 
 LONG_TEXT: Final = 32 * 1024
@@ -246,8 +246,12 @@ def open_backend(name: str) -> LoadBackend:
 
         return ScriptedBackend
     if name == "llama":
-        from edgellm.engine.llama import load
-
+        try:
+            from edgellm.engine.llama import load
+        except (OSError, RuntimeError) as error:  # a library that the build needs is not here
+            raise EngineError(
+                f"the engine does not load: {error}", hint="edgellm doctor"
+            ) from error
         return load
     raise ConfigError(f"no backend is called {name!r}", hint="use llama or scripted")
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -375,3 +376,15 @@ def test_chat_is_registered_with_its_own_help(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "edgellm chat starter -p" in shown
     assert chat_command.__doc__
+
+
+@pytest.mark.model
+def test_an_engine_whose_libraries_do_not_load_points_at_doctor(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "edgellm", "chat", "starter", "-p", "hi"],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "LLAMA_CPP_LIB_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "edgellm: error: the engine does not load" in done.stderr
+    assert done.stderr.endswith("try: edgellm doctor\n")

@@ -65,6 +65,12 @@ def test_a_broken_engine_says_why_and_how_to_rebuild_it() -> None:
     assert "--no-binary llama-cpp-python" in (check.fix or "")
 
 
+def test_a_library_that_the_system_lacks_is_installed_not_compiled_around() -> None:
+    why = "OSError: libgomp.so.1: cannot open shared object file: No such file or directory"
+    (check,) = complaints(facts(report=BuildReport(problem="broken", detail=why)))
+    assert check.fix == "sudo apt install libgomp1   (Fedora: sudo dnf install libgomp)"
+
+
 def test_another_engine_version_is_a_warning() -> None:
     (check,) = complaints(facts(engine_version="0.3.20"))
     assert check.status == "warning"
