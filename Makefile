@@ -9,7 +9,7 @@ export CMAKE_ARGS ?= -DGGML_RPC=ON
 # Test files side by side, each whole in one process; one worker a core.
 PYTEST_ARGS ?= -n auto --dist loadfile
 
-.PHONY: clients demo test lint types check generate docs packaging dist audit clean
+.PHONY: clients demo test lint types check generate docs packaging dist install-check audit clean
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -44,7 +44,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-check: lint types docs packaging dist test
+check: lint types docs packaging dist install-check test
 
 # Completions, manual page and reference pages, from the command line itself.
 generate: $(VENV)/.installed
@@ -62,6 +62,10 @@ dist: $(VENV)/.tools
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	@$(BIN)/python packaging/wheel_size.py dist/*.whl
+
+# The wheel through pipx in an empty home, with an engine and without one.
+install-check: dist $(VENV)/.installed
+	@PYTHON=$(BIN)/python packaging/try_install.sh dist/*.whl
 
 # Asks the network: known vulnerabilities, licences, the bill of materials.
 audit: $(VENV)/.installed $(VENV)/.tools

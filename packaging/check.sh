@@ -23,7 +23,8 @@ run hadolint 'container files' hadolint --config packaging/docker/hadolint.yaml 
   packaging/docker/cpu.Dockerfile packaging/docker/cuda.Dockerfile
 run yamllint 'YAML' yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 120}}}' \
   packaging .github mkdocs.yml
-run shellcheck 'shell scripts' shellcheck .ci/run packaging/check.sh
+run shellcheck 'shell scripts' shellcheck .ci/run packaging/check.sh packaging/try_install.sh
+run actionlint 'workflows' actionlint
 run bash 'bash completion' bash -n packaging/completions/edgellm.bash
 run zsh 'zsh completion' zsh -n packaging/completions/_edgellm
 run fish 'fish completion' fish --no-execute packaging/completions/edgellm.fish
@@ -35,6 +36,17 @@ run python 'launchd agent' python -c \
 run ruby 'Homebrew formula' ruby -c packaging/homebrew/edgellm.rb
 run promtool 'Prometheus configuration' promtool check config --syntax-only packaging/prometheus.yml
 
+# The plugin needs no running engine for this; the client alone has no such command.
+# shellcheck disable=SC2329  # called by run
+compose() {
+  EDGELLM_API_KEY=any docker compose -f packaging/compose.yaml config --quiet
+}
+if docker compose version >/dev/null 2>&1; then
+  run docker 'compose file' compose
+else
+  echo 'not run: compose file (docker compose is not installed)'
+fi
+
 # The unit names a program below the home folder: give it one to find.
 # shellcheck disable=SC2329  # called by run
 verify_unit() {
@@ -45,5 +57,6 @@ verify_unit() {
   rm -rf "$home"
 }
 run systemd-analyze 'systemd unit' verify_unit
+echo 'not run: brew audit, plutil, launchctl, Task Scheduler (other systems)'
 
 exit "$failed"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import _convert as cyclopts_convert
 
 from edgellm import __version__
 from edgellm.cli import errors
@@ -49,6 +50,18 @@ COMMANDS: Final[tuple[tuple[str, str, Group, str], ...]] = (
     ("worker", "edgellm.cli.worker:worker", _MACHINE, "Lend this machine's memory to another's."),
     ("setup", "edgellm.cli.setup:setup", _MACHINE, "Install the engine for this machine's GPU."),
 )
+
+_cyclopts_int: Final = cyclopts_convert._converters[int]
+
+
+def _whole_number(text: str) -> int:
+    """cyclopts' own takes 1.5 for 2, and has no public place to say otherwise for every flag."""
+    if "." in text and not float(text).is_integer():
+        raise ValueError(f"{text} is no whole number")
+    return int(_cyclopts_int(text))
+
+
+cyclopts_convert._converters[int] = _whole_number
 
 _ROOT_FLAGS: Final = ("--help", "-h", "--version")
 

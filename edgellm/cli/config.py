@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +13,7 @@ from edgellm import config as config_
 from edgellm import paths
 from edgellm.config import Config, Known
 from edgellm.units import format_bytes
+from edgellm.workers import Pool
 
 app = App(name="config")
 
@@ -49,8 +52,32 @@ def set_(key: str, value: Annotated[str, Parameter(allow_leading_hyphen=True)], 
     value
         Its new value.
     """
+    _judge(key, value)
     path = config_.set_in_file(key, value)
     print(f"{key} = {value}  in {path}")
+
+
+def _judge(key: str, value: str) -> None:
+    """Refuse here what a setting's type cannot say and every command after it would refuse.
+
+    The value is judged alone: another one that is wrong already must not be in its way.
+    """
+    known = config_.known_keys().get(key)
+    section = key.partition(".")[0]
+    if known is None or section not in ("plan", "chat"):
+        return  # `set_in_file` has the better words for an unknown key
+    settings = config_.load(environ={known.variable: value}, file=Path(os.devnull)).settings
+    if section == "chat":
+        from edgellm.cli.answer import sampling
+
+        sampling(settings.chat)
+        return
+    from edgellm.runtime import opening
+
+    opening.plan_request(settings)
+    opening.vram_of(settings.plan)
+    opening.backend_of(settings.plan)
+    Pool(settings.plan.worker)
 
 
 @app.command

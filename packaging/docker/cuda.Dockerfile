@@ -25,7 +25,8 @@ RUN apt-get update \
  && useradd --create-home --uid 10001 edgellm \
  && install --directory --owner=edgellm /models
 COPY --from=build /opt/edgellm /opt/edgellm
-ENV PATH=/opt/edgellm/bin:$PATH EDGELLM_STORE_DIR=/models
+# What comes from the hub is kept in its own cache: in the volume too.
+ENV PATH=/opt/edgellm/bin:$PATH EDGELLM_STORE_DIR=/models HF_HOME=/models/huggingface
 USER 10001
 VOLUME /models
 EXPOSE 8080

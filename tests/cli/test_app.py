@@ -99,7 +99,14 @@ def stderr_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "argv",
-    [["plam"], ["config", "--nope"], ["config", "set", "plan.ctx"], ["--nope"]],
+    [
+        ["plam"],
+        ["config", "--nope"],
+        ["config", "set", "plan.ctx"],
+        ["--nope"],
+        ["plan", "starter", "--ctx", "1.5"],
+        ["serve", "starter", "--port", "80.5"],
+    ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]

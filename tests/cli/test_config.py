@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from edgellm import paths
 from edgellm.cli.app import main
 
 
@@ -53,3 +54,31 @@ def test_config_unset_restores_the_default(capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     main(["config", "--json"])
     assert json.loads(capsys.readouterr().out)["serve.port"]["value"] == 8080
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("plan.type_k", "nonsense"),
+        ("plan.vram", "junk"),
+        ("plan.ngl", "many"),
+        ("plan.backend", "abacus"),
+        ("plan.tensor_split", "a,b"),
+        ("plan.worker", "nothing:x:y"),
+        ("chat.temperature", "-1"),
+        ("chat.top_p", "7"),
+        ("chat.max_tokens", "-3"),
+    ],
+)
+def test_config_set_refuses_what_every_later_command_would_refuse(
+    key: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "set", key, value]) == 2
+    assert not paths.config_file().exists()
+
+
+def test_a_wrong_value_in_the_file_does_not_keep_a_right_one_out() -> None:
+    paths.config_file().parent.mkdir(parents=True)
+    paths.config_file().write_text('[plan]\nbackend = "abacus"\n')
+    assert main(["config", "set", "plan.backend", "cpu"]) == 0
+    assert main(["config", "set", "plan.vram", "6GiB,8GiB"]) == 0
