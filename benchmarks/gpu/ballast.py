@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from edgellm.units import MiB, parse_bytes
@@ -63,15 +64,48 @@ def hold_all_but(size: int, device: int) -> int:
 @contextlib.contextmanager
 def emulated_card(size: int, device: int = 0) -> Iterator[int]:
     """Within the block only ``size`` bytes of ``device`` are free; yields the driver's figure."""
-    command = [sys.executable, str(Path(__file__)), str(size), "--device", str(device)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            if not line.startswith("free "):
-                raise CudaError(f"the ballast did not settle: {line!r}")
-            yield int(line.split()[1]) * MiB
-        finally:
+    with _settled([_start(size, str(device))]) as free:
+        yield free[0]
+
+
+@contextlib.contextmanager
+def emulated_cards(sizes: Mapping[str, int]) -> Iterator[list[int]]:
+    """As :func:`emulated_card` for several cards at once, each named by its UUID: whatever
+    CUDA_VISIBLE_DEVICES and the order of the devices are here, a ballast holds the card it should.
+    """
+    with _settled([_start(size, uuid) for uuid, size in sizes.items()]) as free:
+        yield free
+
+
+def _start(size: int, card: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__)), str(size)]
+    environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if card.isdigit():
+        command += ["--device", card]
+    else:  # the only card that process sees is its number 0
+        environment["CUDA_VISIBLE_DEVICES"] = card
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@contextlib.contextmanager
+def _settled(processes: list[subprocess.Popen[str]]) -> Iterator[list[int]]:
+    """Wait until each says what it left free; end all of them afterwards."""
+    try:
+        yield [_free_of(process) for process in processes]
+    finally:
+        for process in processes:
             process.kill()
+        for process in processes:
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+def _free_of(process: subprocess.Popen[str]) -> int:
+    line = process.stdout.readline() if process.stdout else ""
+    if not line.startswith("free "):
+        raise CudaError(f"the ballast did not settle: {line!r}")
+    return int(line.split()[1]) * MiB
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,10 @@ import msgspec
 # llama_cpp is only loaded in children; numpy (synthetic) may come first here.
 import synthetic
 from ballast import emulated_card
+from fitted import read_fit
 
 from edgellm import devices
+from edgellm.devices import Devices
 from edgellm.engine.client import Engine, OnProgress
 from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.errors import EdgeLLMError, EngineError
@@ -170,36 +172,44 @@ def neighbours(plan: Plan, shape: ModelShape) -> Iterator[tuple[str, dict[str, A
     yield f"ub {other}", kept | {"n_ubatch": other}
 
 
-def fixed_plan(shape: ModelShape, base: Plan, change: dict[str, Any]) -> Plan:
+def fixed_plan(
+    shape: ModelShape, base: Plan, change: dict[str, Any], found: Devices | None = None
+) -> Plan:
+    """``base`` with ``change`` of its parameters, taken as they are."""
     p = base.params
-    request = PlanRequest(
-        fixed=True,
-        force=True,
-        n_ctx=p.n_ctx,
-        n_seq_max=p.n_seq_max,
-        n_batch=max(p.n_batch, change["n_ubatch"]),
-        n_outputs_max=p.n_outputs_max,
-        flash_attn=p.flash_attn,
-        kv_unified=p.kv_unified,
-        n_threads=p.n_threads,
-        n_threads_batch=p.n_threads_batch,
-        **change,
-    )
-    return make_plan(shape, devices.probe(), request)
+    asked = {
+        "n_ctx": p.n_ctx,
+        "n_seq_max": p.n_seq_max,
+        "n_batch": max(p.n_batch, change.get("n_ubatch", 0)),
+        "n_outputs_max": p.n_outputs_max,
+        "flash_attn": p.flash_attn,
+        "kv_unified": p.kv_unified,
+        "n_threads": p.n_threads,
+        "n_threads_batch": p.n_threads_batch,
+    }
+    request = PlanRequest(fixed=True, force=True, **(asked | change))
+    return make_plan(shape, found or devices.probe(), request)
 
 
 @contextmanager
-def llama_server(binary: str, path: Path, n_ctx: int, log: Path) -> Iterator[str]:
+def llama_server(
+    binary: str, path: Path, n_ctx: int, log: Path, more: Sequence[str] = ("-np", "1")
+) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [binary, "-m", str(path), "-c", str(n_ctx), "-np", "1", "--port", str(port)]
+    # -lv 4: what its fit chose is said at that level only
+    command = [binary, "-m", str(path), "-c", str(n_ctx), "--port", str(port), "-lv", "4", *more]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             wait_healthy(f"http://127.0.0.1:{port}", process)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], limit_s: float = 120) -> None:
@@ -217,8 +227,9 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes], limit_s: float = 12
     raise RuntimeError("llama-server did not become healthy")
 
 
-def completion(url: str, tokens: tuple[int, ...]) -> dict[str, Any]:
-    body = {"prompt": tokens, "n_predict": N_OUTPUT, "ignore_eos": True, "cache_prompt": False}
+def completion(url: str, tokens: tuple[int, ...], n_output: int = N_OUTPUT) -> dict[str, Any]:
+    """One answer's timings, as the server counts them."""
+    body = {"prompt": tokens, "n_predict": n_output, "ignore_eos": True, "cache_prompt": False}
     request = urllib.request.Request(
         f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -233,13 +244,13 @@ def time_llama_server(binary: str, path: Path, plan: Plan, log: Path) -> Trial:
             runs = [completion(url, prompt(N_PROMPT, plan.model.n_vocab, 90 + i)) for i in range(2)]
     except (RuntimeError, OSError) as error:
         return Trial("llama-server", None, None, error=str(error)[-160:])
-    fitted = [line for line in log.read_text(errors="replace").splitlines() if "offloaded" in line]
+    fitted = read_fit(log.read_text(errors="replace").splitlines())
     return Trial(
         "llama-server",
         max(run["predicted_per_second"] for run in runs),
         max(run["prompt_per_second"] for run in runs),
-        int(fitted[-1].split("offloaded ")[1].split("/")[0]) if fitted else None,
-        fitted[-1].split("offloaded ")[-1] if fitted else "",
+        fitted.n_gpu_layers,
+        str(fitted),
     )
 
 

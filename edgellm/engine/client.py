@@ -20,9 +20,15 @@ import edgellm
 from edgellm.devices import probe
 from edgellm.engine import wire
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
-from edgellm.engine.loading import Ladder
+from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards
 from edgellm.engine.rpc import lost_worker, unreachable
-from edgellm.errors import EdgeLLMError, EngineDeadError, EngineError, InvalidRequestError
+from edgellm.errors import (
+    EdgeLLMError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    PlanError,
+)
 from edgellm.metrics import EngineStats
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import EmbedRequest, EmbedResult, Request, TokenEvent
@@ -235,26 +241,34 @@ class Engine:
     ) -> Engine:
         """Start a child and load the plan's model in it.
 
-        ``replan`` is asked for another plan when a worker of this one is lost; without it the
-        engine is dead then.
+        ``replan`` is asked for another plan when a device of this one is gone, before loading or
+        later, and where its memory is not free any more; without it the first is an error, and
+        the engine is dead when it loses a worker.
         Out of memory goes down a fixed ladder, each step said through ``on_progress`` and in
         ``report.fallbacks``; ``plan`` is then the plan that was loaded. Raises what went wrong.
         """
         engine = cls(plan, backend, options, replan)
-        before = await _driver_numbers(plan)
-        ladder = Ladder(plan, options.min_ctx)
         report = on_progress or _ignore
+        ladder = Ladder(plan, options.min_ctx)
+        words = await engine._drop_lost_devices()
+        before = await _driver_numbers(engine.plan)
         while True:
+            if words is not None:
+                report(LoadProgress(stage="fallback", fraction=0.0, message=words))
+                ladder.restart(engine.plan, words)
             try:
                 await engine._start(report)
                 break
             except EdgeLLMError as error:
-                words = ladder.step_down(error)
-                if words is None:
+                words = await engine._with_what_is_free(error, ladder)
+                if words is not None:
+                    continue
+                step = ladder.step_down(error)
+                if step is None:
                     raise
                 engine.plan = ladder.plan
-                report(LoadProgress(stage="fallback", fraction=0.0, message=words))
-        after = await _driver_numbers(plan)
+                report(LoadProgress(stage="fallback", fraction=0.0, message=step))
+        after = await _driver_numbers(engine.plan)
         engine.report = msgspec.structs.replace(
             engine.report,
             fallbacks=tuple(ladder.said),
@@ -350,6 +364,37 @@ class Engine:
             return said
         gone = await asyncio.to_thread(unreachable, self.plan.params.rpc)
         return gone[0] if gone else None
+
+    async def _drop_lost_devices(self) -> str | None:
+        """Another plan where devices of this one are gone since it was made: what is gone, in
+        words. Raises EngineError without a replan, PlanError when nothing fits on what is left."""
+        if self._backend != "llama":
+            return None
+        workers = await asyncio.to_thread(unreachable, self.plan.params.rpc)
+        cards = lost_cards(self.plan, (await asyncio.to_thread(probe)).gpus)
+        if not workers and not cards:
+            return None
+        gone = [f"the card {card} is gone" for card in cards]
+        gone += [f"the worker {endpoint} does not answer" for endpoint in workers]
+        if self._replan is None:
+            hint = "edgellm worker, on that machine" if workers else "edgellm doctor"
+            raise EngineError("; ".join(gone), hint=hint)
+        self.plan = await asyncio.to_thread(self._replan, self.plan, workers)
+        return "; ".join([*gone, "planned again"])
+
+    async def _with_what_is_free(self, error: EdgeLLMError, ladder: Ladder) -> str | None:
+        """Where memory ran out because others took it since the plan was made: another plan for
+        what is free now, once. None: nothing else to plan, the ladder's turn."""
+        if self._replan is None or ladder.said or not is_out_of_memory(error):
+            return None
+        try:
+            plan = await asyncio.to_thread(self._replan, self.plan, ())
+        except PlanError:
+            return None
+        if plan.params == self.plan.params:
+            return None
+        self.plan = plan
+        return "out of memory: planned again for what is free now"
 
     async def _drop_lost_workers(self) -> None:
         """Another plan where a worker of this one is gone. Raises when nothing fits without it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from edgellm.devices import Gpu
 from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
 from edgellm.planner.plan import Plan
 
@@ -31,6 +32,16 @@ def is_out_of_memory(error: EdgeLLMError) -> bool:
     # The library aborts in some backends; its last words are all there is to go by.
     text = error.message.lower()
     return any(sign in text for sign in _SIGNS)
+
+
+def lost_cards(plan: Plan, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """Cards that the plan uses and ``gpus``, those there are now, do not have in their place."""
+    here = {gpu.id: gpu.uuid for gpu in gpus}
+    return tuple(
+        f"{d.id} ({d.name})"
+        for d in plan.devices
+        if d.used and d.uuid is not None and here.get(d.id) != d.uuid
+    )
 
 
 Rung = tuple[dict[str, Any], str]
@@ -110,6 +121,11 @@ class Ladder:
         self.plan = _changed(self.plan, change)
         self.said.append(f"out of memory: {words}")
         return self.said[-1]
+
+    def restart(self, plan: Plan, words: str) -> None:
+        """Begin again from another plan; ``words`` say why."""
+        self.plan, self._before = plan, None
+        self.said.append(words)
 
     def _next(self) -> Rung | None:
         while self._rungs:

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from edgellm.devices import Gpu
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Fault, LoadProgress, Script
-from edgellm.engine.loading import Ladder, is_out_of_memory
+from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards
 from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
-from edgellm.planner.plan import Plan
+from edgellm.planner.plan import DeviceLedger, Plan
 from tests.engine.factories import plan
 
 OOM = DoesNotFitError("out of memory", device="CUDA0", required=2, available=1)
@@ -84,6 +85,52 @@ async def test_loading_goes_down_a_rung_and_says_it() -> None:
     assert engine.report.fallbacks == ("out of memory: n_ubatch 256 -> 64",)
     assert [p.stage for p in seen if p.stage in ("fallback", "ready")] == ["fallback", "ready"]
     await engine.close()
+
+
+async def test_memory_that_others_took_since_the_plan_was_made_is_planned_again_for() -> None:
+    script = Script(faults=(Fault(kind="oom", code=200),))
+    asked: list[tuple[str, ...]] = []
+
+    def for_what_is_free(_: Plan, gone: tuple[str, ...]) -> Plan:
+        asked.append(gone)
+        return plan(n_ubatch=128)
+
+    engine = await Engine.load(
+        plan(), backend="scripted", options=EngineOptions(script=script), replan=for_what_is_free
+    )
+    assert (asked, engine.plan.params.n_ubatch) == ([()], 128)
+    assert engine.report.fallbacks == ("out of memory: planned again for what is free now",)
+    await engine.close()
+
+
+async def test_the_same_plan_again_is_no_step_and_the_ladder_follows() -> None:
+    script = Script(faults=(Fault(kind="oom", code=200),))
+    engine = await Engine.load(
+        plan(),
+        backend="scripted",
+        options=EngineOptions(script=script),
+        replan=lambda before, _: before,
+    )
+    assert engine.report.fallbacks == ("out of memory: n_ubatch 256 -> 64",)
+    await engine.close()
+
+
+def test_a_card_that_is_gone_or_another_one_now_is_named() -> None:
+    def card(name: str, uuid: str | None, used: int = 1) -> DeviceLedger:
+        return DeviceLedger(
+            id=name, name="H200", backend="cuda", total=2, free=2, margin=0, used=used, uuid=uuid
+        )
+
+    def gpu(name: str, uuid: str) -> Gpu:
+        return Gpu(id=name, name="H200", backend="cuda", total=2, free=2, uuid=uuid)
+
+    cards = (card("CUDA0", "a"), card("CUDA1", "b"), card("GPU0", None), card("CUDA2", "c", 0))
+    planned = msgspec.structs.replace(plan(), devices=cards)
+    both = (gpu("CUDA0", "a"), gpu("CUDA1", "b"))
+    assert lost_cards(planned, both) == ()
+    assert lost_cards(planned, both[:1]) == ("CUDA1 (H200)",)
+    turned = (gpu("CUDA0", "b"), gpu("CUDA1", "a"))
+    assert lost_cards(planned, turned) == ("CUDA0 (H200)", "CUDA1 (H200)")
 
 
 async def test_after_three_smaller_plans_the_error_is_the_callers() -> None:

@@ -116,6 +116,31 @@ async def test_without_another_plan_a_lost_worker_ends_the_engine(workers: list[
         await engine.close()
 
 
+@pytest.mark.model
+@pytest.mark.asyncio
+async def test_a_worker_lost_between_plan_and_load_is_planned_without(
+    workers: list[Worker],
+) -> None:
+    endpoints = [w.endpoint for w in workers[:2]]
+    planned = pooled_plan(endpoints)
+    workers[1].end()
+    asked: list[tuple[str, ...]] = []
+
+    def without(plan: Plan, gone: tuple[str, ...]) -> Plan:
+        asked.append(gone)
+        return pooled_plan([e for e in plan.params.rpc if e not in gone])
+
+    engine = await Engine.load(planned, replan=without)
+    try:
+        tokens = await collect(engine, request(PROMPT, max_tokens=24))
+    finally:
+        await engine.close()
+    assert (asked, engine.plan.params.rpc) == ([(endpoints[1],)], (endpoints[0],))
+    said = f"the worker {endpoints[1]} does not answer; planned again"
+    assert engine.report.fallbacks == (said,)
+    assert tokens == library_greedy(PROMPT, 24)
+
+
 @pytest.mark.asyncio
 async def test_a_worker_that_is_not_there_is_named_in_the_error() -> None:
     with pytest.raises(EngineError, match=r"the worker 127\.0\.0\.1:9 does not answer"):

@@ -46,13 +46,15 @@ def ggml(name: str, result: Any = None, *arguments: Any) -> Any:
 def device_list(names: Sequence[str], *, must_exist: bool) -> Any:
     """A NULL-terminated ggml_backend_dev_t[] of the devices with these names.
 
-    None when one is missing that need not exist (cards given by size have names of their own).
+    None when none is known and they need not exist (cards given by size have names of their own).
+    Without one of several, llama.cpp would take every device there is.
     """
     table = (ctypes.c_void_p * (len(names) + 1))()
     for i, name in enumerate(names):
         table[i] = ggml("ggml_backend_dev_by_name", ctypes.c_void_p, name.encode())
-        if not table[i] and not must_exist:
-            return None
-        if not table[i]:
-            raise EngineError(f"the engine knows no device {name}", hint="edgellm doctor")
+    missing = [name for name, device in zip(names, table, strict=False) if not device]
+    if missing and not must_exist and len(missing) == len(names):
+        return None
+    if missing:
+        raise EngineError(f"the engine knows no device {missing[0]}", hint="edgellm doctor")
     return table
