@@ -133,6 +133,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded: Annotated[Positive | None, Meta(description="models kept in memory at once")] = None
     ttl_s: Annotated[Seconds | None, Meta(description="seconds idle before a model unloads")] = None
     max_waiting: Annotated[Natural, Meta(description="requests that may wait")] = 256
+    strict_names: Annotated[bool, Meta(description="404 for other names of the only model")] = False
     upstream: Annotated[
         tuple[str, ...], Meta(description="other servers behind this one: URL or NAME=URL")
     ] = ()

@@ -67,6 +67,9 @@ class ServeFlags:
     """The page at /."""
     alias: Annotated[list[str] | None, Parameter(group=_MODELS, **_MANY)] = None
     """NAME=MODEL, or with one model just NAME. The name * answers to every unknown name."""
+    strict_names: Annotated[bool | None, Parameter(group=_MODELS, negative=())] = None
+    """Answer an unknown model name with 404 where just one model is named too. Without it that one
+    answers to every name."""
     upstream: Annotated[list[str] | None, Parameter(group=_MODELS, **_MANY)] = None
     """Another OpenAI-compatible server behind this port: URL, NAME=URL or NAME=URL#MODEL.
     Repeat it; servers of one model share its requests."""
@@ -118,6 +121,7 @@ class ServeFlags:
             "serve.upstream": tuple(self.upstream) if self.upstream else None,
             "serve.upstream_key": self.upstream_key,
             "serve.upstream_limit": self.upstream_limit,
+            "serve.strict_names": self.strict_names,
             "serve.ttl_s": self.ttl,
             "serve.max_loaded": self.max_loaded,
             "serve.max_waiting": self.max_waiting,
@@ -160,6 +164,8 @@ def serve(
     # With other servers to serve, no model named means none of this machine's.
     found = [] if upstreams is not None and not models else find_models(models or [], settings)
     specs = with_aliases(found, _local_aliases(flags.alias or [], found, upstreams))
+    if models and upstreams is None and not settings.serve.strict_names:
+        specs = answering_any_name(specs)
     state = StateFile()
     bind = bind_of(settings.serve)
     options = options_of(
@@ -384,6 +390,14 @@ def with_aliases(specs: Sequence[ModelSpec], aliases: Sequence[str]) -> list[Mod
         for name in alias.split(","):
             built[key] = _renamed(built[key], name.strip(), is_name=not equals)
     return list(built.values())
+
+
+def answering_any_name(specs: Sequence[ModelSpec]) -> list[ModelSpec]:
+    """A model that was named alone, under every name: clients have names built in, and agents ask
+    for a second, smaller model by a name of their own."""
+    if len(specs) != 1 or "*" in specs[0].aliases:
+        return list(specs)
+    return [msgspec.structs.replace(specs[0], aliases=(*specs[0].aliases, "*"))]
 
 
 def _renamed(spec: ModelSpec, alias: str, *, is_name: bool) -> ModelSpec:

@@ -193,7 +193,7 @@ class Runtime:
         """The model of that name or alias; the only (or first) one for None. ModelNotFoundError."""
         return self._find(name).spec
 
-    def _find(self, name: str | None) -> _Entry:
+    def _find(self, name: str | None, *, is_exact: bool = False) -> _Entry:
         if not self._entries:
             raise ModelNotFoundError(
                 "no model is loaded by this server", hint="edgellm serve MODEL"
@@ -201,10 +201,11 @@ class Runtime:
         if name is None or name == "default":
             return next(iter(self._entries.values()))
         known = self._names
-        found = known.get(name) or known.get(name.lower()) or known.get("*")
+        any_name = None if is_exact else known.get("*")
+        found = known.get(name) or known.get(name.lower()) or any_name
         if found is not None:
             return self._entries[found]
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known.keys() - {"*"}, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise ModelNotFoundError(
             f"the model {name[:200]!r} does not exist here{meant}", hint="GET /v1/models lists all"
@@ -398,7 +399,7 @@ class Runtime:
 
         Requests that wait for it load it again.
         """
-        entry = self._find(name)
+        entry = self._find(name, is_exact=True)
         async with self._load_lock:
             if entry.engine is None:
                 return False

@@ -9,7 +9,7 @@ _edgellm() {
   prev="${COMP_WORDS[COMP_CWORD-1]}"
 
   # Build list of options that take values (to skip their arguments)
-  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cache-folder --cases --chunks --concurrency --cors-origin --ctx --device --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --gpu-link --gpus --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --memory --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --upstream --upstream-key --upstream-limit --vram --weights --worker -c -m -n -o -p -s'
+  local options_with_values='--a --after --alias --allow-q4-kv --allowed-host --api-key --api-key-file --attach --b --backend --batch --before --budget --cache-folder --cases --chunks --concurrency --cors-origin --ctx --device --drain --embeddings --engine --flash-attn --for --force --format --frequency-penalty --gpu-link --gpus --host --html --imatrix --insecure --kind --kv --kv-unified --label --limit --main-gpu --margin --max-body --max-concurrent --max-loaded --max-tokens --max-waiting --memory --min-ctx --min-p --mlock --mmap --mmproj --model --n-cpu-moe --name --ngl --objective --out --output --outputs --overflow --overhead --parallel --piece --pooling --port --preload --presence-penalty --priority --profile --prompt --prompt-words --ram --rate --rate-limit --reference --repeat-penalty --repeats --requests --run --scenario --seconds --seed --serve-args --shared-words --source --split-mode --strict-names --swa-full --system --target --temp --temperature --tensor-split --text --threads --threads-batch --timeout --tls-cert --tls-key --top-k --top-p --ttl --type --type-k --type-v --ubatch --upstream --upstream-key --upstream-limit --vram --weights --worker -c -m -n -o -p -s'
 
   # Build list of all valid command names (to distinguish from positionals)
   local all_commands='ab batch bench chat config diff doctor eval export import kl ls path perplexity plan profile ps pull quantize regress rm rollback search serve set setup show stop tui tune unset use verify worker'
@@ -989,7 +989,7 @@ _edgellm() {
           ;;
         "serve")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--tls-cert" "--tls-key" "--ui" "--no-ui" "--alias" "--upstream" "--upstream-key" "--upstream-limit" "--preload" "--no-preload" "--ttl" "--max-loaded" "--engine" "--overflow" "--priority" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--quiet" "-q" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--host" "--port" "--api-key" "--api-key-file" "--insecure" "--cors-origin" "--allowed-host" "--tls-cert" "--tls-key" "--ui" "--no-ui" "--alias" "--strict-names" "--upstream" "--upstream-key" "--upstream-limit" "--preload" "--no-preload" "--ttl" "--max-loaded" "--engine" "--overflow" "--priority" "--max-waiting" "--max-body" "--rate-limit" "--max-concurrent" "--timeout" "--drain" "--quiet" "-q" "--temperature" "--temp" "--top-k" "--top-p" "--min-p" "--repeat-penalty" "--presence-penalty" "--frequency-penalty" "--seed" "--max-tokens" "-n" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1029,6 +1029,9 @@ _edgellm() {
                 COMPREPLY=()
                 ;;
               --alias)
+                COMPREPLY=()
+                ;;
+              --strict-names)
                 COMPREPLY=()
                 ;;
               --upstream)

@@ -358,6 +358,9 @@ async def test_names_aliases_case_and_the_name_for_all_others() -> None:
     assert runtime.find("gpt-4o").ref == "a"
     assert runtime.find(None).ref == "a"
     assert runtime.find("anything").ref == "b"
+    # Unloading by a mistyped name must not hit the model that answers to all names.
+    with pytest.raises(ModelNotFoundError):
+        await runtime.unload("anything")
     strict = Shop({"a": 1}, Card(GiB), specs=specs[:1]).runtime
     with pytest.raises(ModelNotFoundError, match="did you mean 'Small'"):
         strict.find("Smal")

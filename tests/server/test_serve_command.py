@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from edgellm.cli.errors import UsageError
-from edgellm.cli.serve import bind_of, find_models, options_of, with_aliases, with_parallel
+from edgellm.cli.serve import (
+    answering_any_name,
+    bind_of,
+    find_models,
+    options_of,
+    with_aliases,
+    with_parallel,
+)
 from edgellm.config import PlanSettings, ServeSettings, Settings, load
 from edgellm.errors import ConfigError, ModelNotFoundError
 from edgellm.runtime import ModelSpec
@@ -64,6 +71,13 @@ def test_aliases_for_named_models_and_for_every_other_name() -> None:
     assert "*" in second.aliases
     (only,) = with_aliases(ONE, ["*"])
     assert (only.name, only.aliases[-1]) == ("m", "*")
+
+
+def test_a_model_served_alone_answers_to_every_name() -> None:
+    (only,) = answering_any_name(ONE)
+    assert (only.name, only.aliases) == ("m", ("m.gguf", "*"))
+    assert answering_any_name([only]) == [only]
+    assert answering_any_name(TWO) == TWO
 
 
 @pytest.mark.parametrize("alias", ["a", "a=nothing"])
