@@ -9,9 +9,10 @@ set -euo pipefail
 wheel=$(realpath "$1")
 python=$(realpath "$(command -v "${PYTHON:-python3}")")
 work=$(mktemp -d)
-server=
+home=$work/home server=
 finish() {
   [ -z "$server" ] || kill "$server" 2>/dev/null || true
+  [ ! -f "$home/pid" ] || kill "$(cat "$home/pid")" 2>/dev/null || true
   rm -rf "$work"
 }
 trap finish EXIT
@@ -23,7 +24,6 @@ while IFS= read -r -d '' pair; do
   case ${pair%%=*} in PIP_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) carried+=("$pair") ;; esac
 done < <(env -0)
 
-home=$work/home
 path=/usr/bin:/bin
 person() { # person COMMAND...: in an environment of their own
   env -i ${carried[@]+"${carried[@]}"} "HOME=$home" "PATH=$home/.local/bin:$path" LANG=C.UTF-8 \
@@ -90,7 +90,8 @@ path=$full cache=$export_cache
 
 # --- the engine by `edgellm setup`, from a wheel -------------------------------------------------
 
-tools/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir engine "llama-cpp-python==$version"
+tools/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir engine "llama-cpp-python==$version" >said 2>&1 ||
+  fail 'the engine is built'
 expect 0 'setup proves the engine' 'the starter answered' edgellm setup --yes --source "$(echo "$PWD"/engine/*.whl)"
 person edgellm doctor >said 2>&1 || true
 grep -q "llama-cpp-python $version loads" said || fail 'doctor sees the engine'
@@ -107,3 +108,44 @@ home=$work/home2
 mkdir "$home"
 expect 0 'pipx install with the extras' 'edgellm' "$PWD/tools/bin/pipx" install --python "$python" "${wheel}[engine,starter]"
 expect 0 'a model answers there' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8
+
+# --- two people with a key each, on another port, by docs/service.md -----------------------------
+
+mkdir -p "$home"/.config/edgellm "$home"/.local/share/edgellm "$home"/.local/state/edgellm "$home"/.cache/edgellm
+(
+  umask 077
+  echo 'EDGELLM_SERVE_API_KEY=alice:sk-alice-0001,bob:sk-bob-0002' >"$home/.config/edgellm/serve.env"
+)
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+expect 0 'the port is a setting' "serve.port = $port" edgellm config set serve.port "$port"
+unit=$(find "$home" -path '*share/edgellm/edgellm.service')
+[ -n "$unit" ] || fail 'the unit is in the wheel'
+# shellcheck disable=SC2016  # the shell inside expands it
+person sh -c 'echo $$ >~/pid; exec env "$(cat ~/.config/edgellm/serve.env)" edgellm serve' >served 2>&1 &
+server=$!
+cat >ask.py <<'END'
+import json, sys, time, urllib.error, urllib.request
+
+port, key = sys.argv[1:]
+headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+body = {"model": "starter", "max_tokens": 8, "messages": [{"role": "user", "content": "Say hello."}]}
+url = f"http://127.0.0.1:{port}/v1/chat/completions"
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+for _ in range(300):
+    try:
+        with open_url(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as got:
+            print(json.load(got)["choices"][0]["message"]["content"])
+            break
+    except urllib.error.HTTPError as error:
+        sys.exit(f"HTTP {error.code}")
+    except urllib.error.URLError:
+        time.sleep(0.1)
+END
+expect 0 'alice is answered' '[[:alpha:]]{2}' "$python" ask.py "$port" sk-alice-0001
+expect 0 'bob is answered' '[[:alpha:]]{2}' "$python" ask.py "$port" sk-bob-0002
+expect 1 'nobody else is' 'HTTP 401' "$python" ask.py "$port" sk-mallory
+for name in alice bob; do grep -q "\"key\":\"$name\"" served || fail "the log names $name"; done
+kill -TERM "$(cat "$home/pid")"
+wait "$server" || fail 'the server ends well'
+server=
+ok 'the log names both, and the server ends well'

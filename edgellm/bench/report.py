@@ -178,9 +178,9 @@ def show_diff(console: Console, before: BenchRun, after: BenchRun) -> None:
 
 def _settings_table(different: Sequence[tuple[str, str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="What differs")
-    table.add_column("setting")
-    table.add_column("before")
-    table.add_column("after")
+    table.add_column("setting", overflow="fold")
+    table.add_column("before", overflow="fold")
+    table.add_column("after", overflow="fold")
     for row in different:
         table.add_row(*row)
     return table

@@ -35,7 +35,7 @@ def ps(*, json: bool = False, requests: bool = False) -> None:
     if not servers:
         print("no server runs; start one with: edgellm serve MODEL")
         return
-    console = Console()
+    console = Console(markup=False)
     for server in servers:
         _show(console, server, with_requests=requests)
 
@@ -58,7 +58,7 @@ def _show(console: Console, server: dict[str, Any], *, with_requests: bool) -> N
     stats = server["stats"]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("model", "state", "memory", "in use", "waiting", "tok/s", "idle"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for model in stats["models"]:
         table.add_row(*_row(model, stats["engines"].get(model["name"])))
     console.print(table)
@@ -86,7 +86,7 @@ def _row(model: dict[str, Any], engine: dict[str, Any] | None) -> tuple[str, ...
 def _show_requests(console: Console, engines: dict[str, Any]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("request", "model", "client", "state", "prompt", "output", "age"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for name, engine in engines.items():
         for request in engine["requests"]:
             table.add_row(

@@ -253,7 +253,7 @@ def _print_variables(variables: list[Variable], plan: Plan, *, as_json: bool) ->
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("variable", "values (* the plan's)", "what it is"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for variable in variables:
         shown = [_words(o) or "*" for o in variable.options]
         table.add_row(variable.name, ", ".join(shown), variable.about)
@@ -266,7 +266,7 @@ def steps_table(result: Result) -> Table:
     """What was tried, what it brought, and the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("variable", "tried", "over the best so far", "verdict"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for step in result.steps:
         verdict = Text(step.verdict, style=_STYLE.get(step.verdict, "dim"))
         if step.reason:

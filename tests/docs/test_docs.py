@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.cli.app import COMMANDS, build_app
+from edgellm.cli.app import COMMANDS, build_app, main
 from tests.docs.blocks import DATA, FENCE, ROOT, Session, blocks, pages
 
 
@@ -59,7 +59,6 @@ UNRUN = {
     "needs an NVIDIA card": 1,
     "needs the card": 1,
     "needs a Mac": 1,
-    "needs a model of 4.6 GiB": 1,
     "needs files of the reader's": 1,
     "needs the carried files": 1,
     "needs a file of requests": 1,
@@ -142,6 +141,21 @@ def test_every_flag_that_the_docs_name_exists() -> None:
 def test_readme_opens_with_the_two_commands() -> None:
     (first, *_) = blocks(ROOT / "README.md")
     assert [c.split("#")[0].strip() for c in first.commands()] == ["make demo", "make test"]
+
+
+def test_the_plan_in_the_readme_is_the_one_that_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("EDGELLM_STORE_OFFLINE", "true")
+    (block,) = [b for b in blocks(ROOT / "README.md") if "edgellm plan llama" in b.body]
+    assert main(next(edgellm_words(block.commands()[0]))) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = block.body.splitlines()[1:]
+    here = ("host ", "  n_threads")  # what belongs to the machine that printed it
+    assert [line for line in shown if not line.startswith(here)] == [
+        line.rstrip() for line in printed if not line.startswith(here)
+    ]
 
 
 def test_every_page_is_in_the_navigation() -> None:
