@@ -127,9 +127,11 @@ class InvalidRequestError(RequestError):
 class ContextOverflowError(RequestError):
     """The prompt (and what it should produce) is longer than one sequence may be, in tokens."""
 
-    def __init__(self, n_prompt: int, n_ctx: int, *, hint: str | None = None) -> None:
+    def __init__(
+        self, n_prompt: int, n_ctx: int, *, what: str = "the prompt has", hint: str | None = None
+    ) -> None:
         super().__init__(
-            f"the prompt has {n_prompt} tokens, the context holds {n_ctx}",
+            f"{what} {n_prompt} tokens, the context holds {n_ctx}",
             hint=hint or "shorten the prompt, plan a larger context, or use --overflow slide",
         )
         self.n_prompt = n_prompt

@@ -23,7 +23,13 @@ from edgellm.engine.sampling import needs_all_logits
 from edgellm.engine.score import ScoreJob, score
 from edgellm.engine.sequence import Sequence, State, to_drop
 from edgellm.engine.spec import Speculation
-from edgellm.errors import DecodeError, EdgeLLMError, EngineError, InvalidRequestError
+from edgellm.errors import (
+    ContextOverflowError,
+    DecodeError,
+    EdgeLLMError,
+    EngineError,
+    InvalidRequestError,
+)
 from edgellm.metrics import EngineStats, RunningRequest
 from edgellm.request import (
     EmbedRequest,
@@ -217,6 +223,8 @@ class Loop:
         n_keep = min(request.n_keep, n_ctx // 2)
         need = len(prompt) - n_ctx + min(wanted, n_ctx // 4) + 1
         n = to_drop(len(prompt), n_keep, turns, need)
+        if turns and n_keep + n not in turns:
+            n = _all_but_the_last_turn(len(prompt), n_keep, turns, n_ctx)
         turns = tuple(t - n for t in turns if t >= n_keep + n)
         return prompt[:n_keep] + prompt[n_keep + n :], n, turns
 
@@ -555,6 +563,20 @@ class Loop:
             speculation=self.spec.status,
             requests=tuple(_running(s, now) for s in [*scheduler.running, *scheduler.waiting]),
         )
+
+
+def _all_but_the_last_turn(n: int, n_keep: int, turns: tuple[int, ...], n_ctx: int) -> int:
+    """Tokens dropped when nothing but the first ``n_keep`` and the last turn stays; raises when
+    these do not fit: a turn is never cut."""
+    n_drop = max(0, turns[-1] - n_keep)
+    if n - n_drop >= n_ctx:
+        raise ContextOverflowError(
+            n - n_drop,
+            n_ctx,
+            what="the last message, with what must stay before it, has",
+            hint="shorten the message, or plan a larger context",
+        )
+    return n_drop
 
 
 def _running(seq: Sequence, now: float) -> RunningRequest:

@@ -8,7 +8,7 @@ begin with the same token. Pure: it moves no cell, it only knows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Final
 
 import msgspec
@@ -137,6 +137,11 @@ class PrefixTree:
                 break
             n += len(node.tokens)
         return n
+
+    def held_by(self, holders: Set[int]) -> int:
+        """Cells that these holders have and nobody else."""
+        nodes = (node for node in self._walk(self._root) if node.holders <= holders)
+        return sum(len(node.tokens) for node in nodes)
 
     def subsumed(self, holder: int) -> list[int]:
         """Other holders all of whose tokens this holder has too, in the same cells."""

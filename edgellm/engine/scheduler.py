@@ -157,7 +157,7 @@ class Scheduler:
     @property
     def n_cells_retained(self) -> int:
         """Cells that only retained prefixes hold, shared among themselves or not."""
-        return sum(self.tree.exclusive(holder) for holder in self._retained)
+        return self.tree.held_by(self._retained.keys())
 
     def _n_free_running(self) -> int:
         return max(0, self.limits.n_running - len(self.running))
@@ -442,6 +442,8 @@ class Scheduler:
                 continue
             victim = self._victim()
             if victim is None or (victim is seq and len(self.running) == 1):
+                if self._evict(pinned=True):
+                    continue
                 finished.append(seq)
                 return False
             self.preempt(victim, None)
@@ -450,9 +452,10 @@ class Scheduler:
             taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
         return True
 
-    def _evict(self) -> bool:
+    def _evict(self, *, pinned: bool = False) -> bool:
+        """Forget the least recently used prefix; a pinned one only where an answer would be cut."""
         for holder in self._retained:
-            if holder not in self._pinned:
+            if pinned or holder not in self._pinned:
                 self.retention.let_go(self.tree.tokens(holder))
                 self._forget(holder)
                 return True

@@ -1,7 +1,7 @@
 """The child process: ``python -m edgellm.engine.worker FD``, FD being its end of a socket pair.
 
-The main thread loads and then owns the context. A second thread reads frames and tokenises; texts
-so long that this takes a while are tokenised by a third, so that nothing waits for them.
+The main thread loads and then owns the context. A second thread reads frames and tokenises; what
+takes longer than a moment is left to a third, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from edgellm.engine import wire
@@ -23,11 +25,17 @@ from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.info import LoadProgress
 from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
 from edgellm.engine.score import ScoreJob
-from edgellm.errors import ConfigError, EngineError, InvalidRequestError
-from edgellm.request import Request
+from edgellm.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineError,
+    InvalidRequestError,
+)
+from edgellm.request import Overflow, Request
 
-LONG_TEXT: Final = 32 * 1024
+LONG_TEXT: Final = 8 * 1024
 """Characters; tokenising less takes a few milliseconds at most."""
+SWITCH_S: Final = 0.0002
 RECV_BYTES: Final = 1 << 18
 EXIT_GRACE_S: Final = 5.0
 
@@ -78,21 +86,25 @@ class Outbox:
 
 
 class Reader:
-    """Frames in, messages for the loop out."""
+    """Frames in, messages for the loop out.
+
+    What takes longer than a few milliseconds (long texts, grammars) is left to a thread of its
+    own, so that a cancel or a ping behind it is heard at once.
+    """
 
     def __init__(self, sock: socket.socket, outbox: Outbox, backend: Backend, loop: Loop) -> None:
         self._sock = sock
         self._outbox = outbox
         self._backend = backend
         self._loop = loop
-        self._long: queue.SimpleQueue[tuple[Request, float]] = queue.SimpleQueue()
-        self._in_long: set[str] = set()
+        self._slow: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._in_slow: set[str] = set()
         self._factory: ConstraintFactory | None = None
 
     def start(self, unframer: wire.Unframer, early: Iterable[bytes]) -> None:
         """Read for good; ``early`` came while loading."""
         threading.Thread(target=self._run, args=(unframer, list(early)), daemon=True).start()
-        threading.Thread(target=self._tokenise_long, daemon=True).start()
+        threading.Thread(target=self._work_slowly, daemon=True).start()
 
     def _run(self, unframer: wire.Unframer, early: list[bytes]) -> None:
         for body in early:
@@ -110,23 +122,33 @@ class Reader:
         time.sleep(EXIT_GRACE_S)
         os._exit(0)  # the parent is gone and the loop hangs in native code
 
+    def _work_slowly(self) -> None:
+        while True:
+            self._slow.get()()
+
     def _take(self, body: bytes) -> None:
         message = wire.to_child_decoder.decode(body)
-        call = getattr(message, "call", None)
+        if isinstance(message, wire.Generate):
+            self._generate(message.request)
+        elif isinstance(message, wire.Cancel):
+            self._in_slow.discard(message.request_id)
+            self._loop.inbox.put(message)
+        elif n_chars(message) > LONG_TEXT:
+            self._slow.put(lambda: self._answer(message))
+        else:
+            self._answer(message)
+
+    def _answer(self, message: wire.ToChild) -> None:
         try:
             self._route(message)
         except Exception as error:  # noqa: BLE001  (border: one bad message, not the reader)
+            call = getattr(message, "call", None)
             if call is not None:
                 self._outbox.send(wire.Failed(call, wire.error_info(error)))
 
     def _route(self, message: wire.ToChild) -> None:
         backend, inbox = self._backend, self._loop.inbox
-        if isinstance(message, wire.Generate):
-            self._generate(message.request)
-        elif isinstance(message, wire.Cancel):
-            self._in_long.discard(message.request_id)
-            inbox.put(message)
-        elif isinstance(message, wire.Tokenize):
+        if isinstance(message, wire.Tokenize):
             ids = backend.tokenize(
                 message.text,
                 add_special=message.add_special,
@@ -134,47 +156,46 @@ class Reader:
             )
             self._outbox.send(wire.Reply(message.call, ids))
         elif isinstance(message, wire.Detokenize):
-            pieces = b"".join(backend.piece(token) for token in self._checked(message.ids))
+            pieces = b"".join(map(backend.piece, self._checked(message.ids)))
             self._outbox.send(wire.Reply(message.call, pieces.decode("utf-8", "replace")))
         elif isinstance(message, wire.Embed):
             inputs = tuple(self._ids(text) for text in message.request.inputs)
             inbox.put(EmbedJob(message.call, message.request, inputs))
         elif isinstance(message, wire.Score):
-            tokens = array("i", self._checked(message.ids))
+            tokens = self._checked(message.ids)
             inbox.put(ScoreJob(message.call, tokens, message.first, message.out))
         elif isinstance(message, (wire.Stats, wire.Ping, wire.Close)):
             inbox.put(message)
 
     def _generate(self, request: Request) -> None:
         arrival = time.monotonic()
-        is_long = isinstance(request.prompt, str) and len(request.prompt) > LONG_TEXT
+        is_long = len(request.prompt) > LONG_TEXT
         if is_long or request.sampling.grammar is not None:
-            self._in_long.add(request.id)
-            self._long.put((request, arrival))
+            self._in_slow.add(request.id)
+            self._slow.put(lambda: self._admit_later(request, arrival))
         else:
             self._admit(request, arrival)
 
-    def _tokenise_long(self) -> None:
-        while True:
-            request, arrival = self._long.get()
-            if request.id in self._in_long:
-                self._admit(request, arrival, still_wanted=self._in_long)
+    def _admit_later(self, request: Request, arrival: float) -> None:
+        if request.id in self._in_slow:
+            self._admit(request, arrival)
 
-    def _admit(
-        self, request: Request, arrival: float, still_wanted: set[str] | None = None
-    ) -> None:
+    def _admit(self, request: Request, arrival: float) -> None:
+        is_late = request.id in self._in_slow
         try:
+            refuse_overlong(self._backend, request)
             prompt = self._ids(
                 request.prompt,
                 add_special=request.add_special,
                 parse_special=request.parse_special,
             )
+            turns = turn_tokens(self._backend, request, prompt)
             constraint = self._compile(request)
         except Exception as error:  # noqa: BLE001  (border: this request, not the reader)
             self._loop.inbox.put(Refused(request.id, wire.error_info(error)))
             return
-        if still_wanted is None or request.id in still_wanted:
-            turns = turn_tokens(self._backend, request, prompt)
+        if not is_late or request.id in self._in_slow:
+            self._in_slow.discard(request.id)
             self._loop.inbox.put(Arrived(request, prompt, arrival, turns, constraint))
 
     def _compile(self, request: Request) -> Any:
@@ -189,21 +210,53 @@ class Reader:
         self, text: str | tuple[int, ...], *, add_special: bool = True, parse_special: bool = True
     ) -> array[int]:
         if not isinstance(text, str):
-            return array("i", self._checked(text))
+            return self._checked(text)
         return array(
             "i",
             self._backend.tokenize(text, add_special=add_special, parse_special=parse_special),
         )
 
-    def _checked(self, ids: Iterable[int]) -> list[int]:
+    def _checked(self, ids: Sequence[int]) -> array[int]:
         n_vocab = self._backend.info.n_vocab
-        out = list(ids)
-        bad = next((i for i in out if not 0 <= i < n_vocab), None)
-        if bad is not None:
+        if ids and not (min(ids) >= 0 and max(ids) < n_vocab):
+            bad = next(i for i in ids if not 0 <= i < n_vocab)
             raise InvalidRequestError(
                 f"token {bad} is not in the vocabulary of {n_vocab}", param="prompt"
             )
-        return out
+        return array("i", ids)
+
+
+def n_chars(message: wire.ToChild) -> int:
+    """Characters (or token ids) of a message that must be turned into the other."""
+    if isinstance(message, wire.Tokenize):
+        return len(message.text)
+    if isinstance(message, wire.Detokenize):
+        return len(message.ids)
+    if isinstance(message, wire.Embed):
+        return sum(map(len, message.request.inputs))
+    return 0
+
+
+def refuse_overlong(backend: Backend, request: Request) -> None:
+    """Raise ContextOverflowError when a text is too long whatever its tokens are.
+
+    No token has more bytes than the longest one: a megabyte need not be tokenised to know that it
+    does not fit.
+    """
+    text, n_ctx = request.prompt, backend.info.n_ctx_seq
+    if not isinstance(text, str) or len(text) <= max(LONG_TEXT, n_ctx):
+        return
+    what = "the prompt"
+    if request.overflow is Overflow.SLIDE:
+        if not request.turn_starts:
+            return
+        text = text[max(request.turn_starts) :]
+        what = "the last message"
+    fewest = len(text.encode("utf-8", "replace")) // max(map(len, backend.vocabulary()))
+    if fewest >= n_ctx:
+        raise ContextOverflowError(
+            fewest, n_ctx, what=f"{what} of {len(text):,} characters has at least"
+        )
 
 
 def vocabulary_of(backend: Backend) -> Vocabulary:
@@ -225,18 +278,25 @@ def vocabulary_of(backend: Backend) -> Vocabulary:
 
 
 def turn_tokens(backend: Backend, request: Request, prompt: array[int]) -> tuple[int, ...]:
-    """Where the request's turns begin, in tokens: the first token at or after each character."""
-    if not request.turn_starts or not isinstance(request.prompt, str):
+    """Where the request's turns begin, in tokens: the first token at or after each character.
+
+    Asked for where a context may slide; no step of it is a Python loop over all tokens, since the
+    loop's thread waits for the interpreter meanwhile.
+    """
+    if request.overflow is not Overflow.SLIDE or not isinstance(request.prompt, str):
         return ()
-    offsets = [len(request.prompt[:at].encode()) for at in sorted(request.turn_starts)]
-    out: list[int] = []
-    n_bytes = 0
-    bos = backend.info.bos_id
-    for i, token in enumerate(prompt):
-        while len(out) < len(offsets) and n_bytes >= offsets[len(out)]:
-            out.append(i)
-        n_bytes += 0 if i == 0 and token == bos else len(backend.piece(token))
-    return tuple(out)
+    text, at = request.prompt, 0
+    offsets: list[int] = []
+    for start in sorted(request.turn_starts):
+        offsets.append((offsets[-1] if offsets else 0) + len(text[at:start].encode()))
+        at = start
+    size = {token: len(backend.piece(token)) for token in set(prompt)}
+    sizes = list(map(size.__getitem__, prompt))
+    if prompt and prompt[0] == backend.info.bos_id:
+        sizes[0] = 0
+    begins = list(accumulate(sizes, initial=0))[:-1]
+    found = (bisect_left(begins, offset) for offset in offsets)
+    return tuple(i for i in found if i < len(begins))
 
 
 def open_backend(name: str) -> LoadBackend:
@@ -304,8 +364,8 @@ def serve(sock: socket.socket) -> int:
 
 def main() -> None:
     """Entry point of the child."""
-    # The loop waits for the interpreter lock after every native call: let others hold it briefly.
-    sys.setswitchinterval(0.0005)
+    # The loop waits for the interpreter lock after a native call: let others hold it briefly.
+    sys.setswitchinterval(SWITCH_S)
     status = serve(socket.socket(fileno=int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()

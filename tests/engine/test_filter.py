@@ -64,6 +64,54 @@ def test_filtered_choices_equal_the_whole_chains(backend: llama.LlamaBackend, se
             backend.free_sampler(sampler)
 
 
+@pytest.fixture(scope="module")
+def attached() -> Iterator[llama.LlamaBackend]:
+    plan = starter_plan(n_seq_max=8, n_outputs_max=8)
+    options = EngineOptions(warmup=False, attach_top_k=64)
+    backend = llama.load(plan, options, lambda progress: None)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("seed", [6, 7])
+def test_candidates_read_at_once_give_the_tokens_of_the_librarys_own_sampling(
+    attached: llama.LlamaBackend, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    numbers = random.Random(seed)
+    plain = attached.limits.plain_ids[0]
+    for trial in range(8):
+        slots = numbers.sample([*range(8), plain], 6)
+        spans = []
+        for slot in slots:
+            attached.seq_rm(slot, 0)
+            n = numbers.choice([1, 3, 6])
+            spans.append(Span(slot, 0, array("i", numbers.choices(range(49000), k=n)), 1))
+        assert attached.decode(spans) == 0
+        which = [i for i, slot in enumerate(slots) if slot != plain]
+        rows = [sum(len(s.tokens) for s in spans[: i + 1]) - 1 for i in which]
+        params = [narrow_params(numbers) for _ in which]
+        fast, slow = (
+            [attached.make_sampler(p, trial * 9 + i, [5, 6]) for i, p in enumerate(params)]
+            for _ in range(2)
+        )
+        for _ in range(3):  # penalties hear what was chosen before
+            expected = [0] * len(rows)
+            attached._rows._sample_chains(rows, slow, list(range(len(rows))), expected)
+            with monkeypatch.context() as patched:
+                patched.setattr(attached._rows, "_sample_chains", None)
+                assert attached.sample(rows, fast) == expected
+        for sampler in [*fast, *slow]:
+            attached.free_sampler(sampler)
+
+
+def narrow_params(numbers: random.Random) -> SamplingParams:
+    """Parameters that 64 candidates decide."""
+    while needs_all_logits(params := random_params(numbers), 64):
+        pass
+    return params
+
+
 def test_what_can_lift_a_token_from_anywhere_needs_every_logit() -> None:
     assert candidates_needed(SamplingParams()) == 40
     assert candidates_needed(SamplingParams(temperature=0.0)) == 1

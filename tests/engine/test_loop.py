@@ -163,6 +163,29 @@ def test_a_long_prompt_slides_by_whole_turns_and_says_so() -> None:
     assert simulation.last(r.id).usage.n_slid > 20  # type: ignore[union-attr]
 
 
+def test_a_last_message_longer_than_the_context_is_refused_and_not_cut() -> None:
+    simulation = Simulation(n_ctx=256, n_ctx_seq=128)
+    starts = (0, len(LONG))
+    r = request(LONG + "x" * 300, overflow=Overflow.SLIDE, turn_starts=starts, max_tokens=4)
+    simulation.add(r)
+    simulation.run()
+    error = simulation.last(r.id).error
+    assert error is not None
+    assert error.attributes == {"n_prompt": 300, "n_ctx": 128}
+    assert error.message.startswith("the last message")
+
+
+def test_a_last_message_that_just_fits_loses_the_turns_before_it_and_nothing_else() -> None:
+    simulation = Simulation(n_ctx=256, n_ctx_seq=128)
+    starts = (0, len(LONG))
+    r = request(LONG + "x" * 120, overflow=Overflow.SLIDE, turn_starts=starts, max_tokens=100)
+    simulation.add(r)
+    simulation.turn()
+    (seq,) = simulation.loop.scheduler.running
+    assert simulation.backend.piece(seq.tokens[0]) == b"x"
+    assert seq.n_prompt == 120
+
+
 def test_overflow_error_says_both_counts() -> None:
     simulation = Simulation(n_ctx=256, n_ctx_seq=128)
     r = request("x" * 400)
@@ -359,6 +382,36 @@ def test_a_pinned_prefix_survives_pressure_and_a_restart(tmp_path: Path) -> None
         again.run()
         assert again.last(r.id).usage.n_cached > 20  # type: ignore[union-attr]
         assert again.text(r.id) == alone(r)
+
+
+@pytest.mark.parametrize("lengths", [(90, 90, 40, 75), (90, 90, 40, 90), (120, 120, 120, 120)])
+def test_too_few_cells_for_all_cut_no_answer(lengths: tuple[int, ...]) -> None:
+    script = Script(answer_tokens=0)
+    simulation = Simulation(script=script, n_ctx=256, n_ctx_seq=256, n_seq_max=4)
+    requests = [request("A", max_tokens=n) for n in lengths]
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    for r, n in zip(requests, lengths, strict=True):
+        last = simulation.last(r.id)
+        assert last.usage is not None
+        assert (last.usage.n_output, last.finish_reason) == (n, FinishReason.LENGTH)
+    n_preempted = simulation.loop.scheduler.n_preemptions
+    assert (n_preempted > 0) == (sum(lengths) > 300)
+
+
+def test_a_pinned_prefix_goes_before_an_answer_is_cut() -> None:
+    options = EngineOptions(seed=1, script=Script(answer_tokens=0))
+    simulation = Simulation(options, n_ctx=256, n_ctx_seq=256)
+    simulation.add(request("p" * 100, pin_prefix=True, max_tokens=3))
+    simulation.run()
+    assert simulation.loop.scheduler.n_cells_retained >= 100
+    r = request("x" * 50, max_tokens=200)
+    simulation.add(r)
+    simulation.run()
+    last = simulation.last(r.id)
+    assert last.usage is not None
+    assert last.usage.n_output == 200
 
 
 def test_stop_strings_are_text_until_min_tokens_are_there() -> None:

@@ -125,3 +125,13 @@ def test_checkpoints_give_the_longest_whole_one_and_forget_the_oldest() -> None:
     saved.add(ids(7), b"z" * 100)
     assert saved.match(ids(1, 2, 3, 4), 4) == saved.match(ids(1, 2), 2)
     assert saved.n_bytes == 200
+
+
+def test_cells_shared_by_retained_prefixes_alone_count_once() -> None:
+    tree = PrefixTree()
+    tree.extend(1, array("i", range(10)))
+    tree.share(1, 2, 6)
+    tree.extend(2, array("i", [50, 51]))
+    assert tree.held_by({1, 2}) == tree.n_cells == 12
+    assert tree.held_by({1}) == 4
+    assert tree.held_by(set()) == 0

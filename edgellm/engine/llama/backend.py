@@ -54,7 +54,7 @@ class LlamaBackend:
         self._batch = Batch(self.limits.n_batch)
         n_threads = min(MAX_SAMPLE_THREADS, max(1, plan.params.n_threads))
         n_threads = options.sample_threads or n_threads
-        self._rows = Rows(self._ctx, self._batch, self._vocab, n_threads)
+        self._rows = Rows(self._ctx, self._batch, self._vocab, self.limits, n_threads)
         self._samplers = SamplerFactory(self._vocab, self.limits)
         self._vectors = Vectors(self._model, self._ctx)
         info = describe(plan, self._model, self._ctx, self._vocab, self.limits)

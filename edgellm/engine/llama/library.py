@@ -16,9 +16,22 @@ import llama_cpp.llama_cpp as lib
 from edgellm.engine.build import library_folder, open_library
 from edgellm.errors import EngineError
 
-__all__ = ["MAX_SEQ", "build", "device_list", "ggml", "lib"]
+__all__ = ["MAX_SEQ", "build", "device_list", "ggml", "lib", "quick"]
 
 MAX_SEQ: Final = 256  # LLAMA_MAX_SEQ, src/llama-cparams.h
+
+_held: Final = ctypes.PyDLL("llama", handle=lib._lib._handle)
+
+
+def quick(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama.cpp that keeps the interpreter lock while it runs.
+
+    For calls of a few microseconds: one that gives the lock away may wait a whole switch interval
+    for it wherever another thread is busy, and a step makes dozens of them.
+    """
+    function = getattr(_held, name)
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def build() -> str:

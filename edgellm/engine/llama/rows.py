@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from edgellm.engine.backend import Allowed
+from edgellm.engine.backend import Allowed, Limits
 from edgellm.engine.candidates import highest
+from edgellm.engine.llama.attached import CANDIDATE, Attached
 from edgellm.engine.llama.batch import Batch
 from edgellm.engine.llama.library import lib
 from edgellm.engine.llama.samplers import Sampler, make_chain
@@ -21,8 +22,6 @@ from edgellm.engine.llama.vocab import Vocab
 from edgellm.errors import EngineError
 from edgellm.request import TokenLogprob, TopLogprob
 
-_CANDIDATE: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-"""llama_token_data."""
 MIN_SHARE: Final = 8
 """Rows given to a thread at least: waking one costs as much as a few rows."""
 
@@ -30,11 +29,15 @@ MIN_SHARE: Final = 8
 class Rows:
     """Reads a context's output. ``batch`` is the one that the last step computed."""
 
-    def __init__(self, ctx: Any, batch: Batch, vocab: Vocab, n_threads: int) -> None:
+    def __init__(
+        self, ctx: Any, batch: Batch, vocab: Vocab, limits: Limits, n_threads: int
+    ) -> None:
         self._ctx = ctx
         self._batch = batch
         self._vocab = vocab
         self._greedy = make_chain([lib.llama_sampler_init_greedy()])
+        top_k = limits.attached_top_k
+        self._attached = Attached(ctx, vocab.n, top_k, limits.n_outputs_max) if top_k else None
         self._n_threads = n_threads
         self._pool = ThreadPoolExecutor(n_threads, "engine-sample") if n_threads > 1 else None
 
@@ -49,21 +52,45 @@ class Rows:
     def sample(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
         """One token a row."""
         out = [0] * len(rows)
+        attached: list[int] = []
         greedy: list[int] = []
         filtered: list[int] = []
         chained: list[int] = []
         for i, sampler in enumerate(samplers):
             if sampler.attached:
-                chained.append(i)
+                attached.append(i)
             elif sampler.chain is None:
                 greedy.append(i)
             else:
                 (filtered if sampler.needed or sampler.depth else chained).append(i)
+        if attached:
+            chained += self._sample_attached(rows, samplers, attached, out)
         if greedy or filtered:
             self._sample_filtered(rows, samplers, greedy, filtered, out)
         if chained:
             self._sample_chains(rows, samplers, chained, out)
         return out
+
+    def _sample_attached(
+        self,
+        rows: Sequence[int],
+        samplers: Sequence[Sampler],
+        which: list[int],
+        out: list[int],
+    ) -> list[int]:
+        """Rows decided by the candidates that the context hands over; those that are not."""
+        if self._attached is None:
+            return which
+        which.sort(key=rows.__getitem__)
+        some = [rows[i] for i in which]
+        places = self._batch.places
+        at = some if places is None else [places[row] for row in some]
+        tokens = self._attached.sample(some, at, [samplers[i] for i in which])
+        if tokens is None:
+            return which
+        for i, token in zip(which, tokens, strict=True):
+            out[i] = token
+        return []
 
     def _sample_filtered(
         self,
@@ -131,7 +158,7 @@ class Rows:
         ids = self._allowed_ids(allowed)
         if not len(ids):
             raise EngineError("the grammar allows no token")
-        candidates = np.empty(len(ids), _CANDIDATE)
+        candidates = np.empty(len(ids), CANDIDATE)
         candidates["id"], candidates["logit"] = ids, logits[ids]
         chain = self._greedy if sampler.chain is None else sampler.chain
         return _apply(lib.llama_token_data_array(), chain, candidates.ctypes.data, len(ids))
@@ -190,7 +217,7 @@ def _filter(samplers: Sequence[Sampler], logits: Any) -> list[int]:
     for sampler, row, best in zip(samplers, logits, highest(logits, needed), strict=True):
         deep = bool(sampler.depth)
         ids = np.flatnonzero(row >= row.max() - (sampler.depth + 0.01)) if deep else best
-        candidates = np.empty(len(ids), _CANDIDATE)
+        candidates = np.empty(len(ids), CANDIDATE)
         candidates["id"], candidates["logit"] = ids, row[ids]
         data = lib.llama_token_data_array()
         out.append(_apply(data, sampler.chain, candidates.ctypes.data, len(ids)))

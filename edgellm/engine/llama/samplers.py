@@ -22,7 +22,7 @@ FORBIDDEN: Final = -float("inf")
 class Sampler:
     """A sequence's chain, and how much of the logits it must see."""
 
-    __slots__ = ("attached", "bans_ends", "chain", "depth", "needed")
+    __slots__ = ("attached", "bans_ends", "chain", "depth", "needed", "remembers")
 
     def __init__(self) -> None:
         self.chain: Any = None
@@ -31,6 +31,8 @@ class Sampler:
         """The context hands over its candidates, not the logits."""
         self.bans_ends = False
         """The chain's first sampler forbids end tokens, until ``allow_end`` takes it out."""
+        self.remembers = False
+        """The chain must hear which token was chosen."""
         self.depth = 0.0
         """Logits this far below the highest decide exactly; 0: that is not known."""
         self.needed = 0
@@ -72,6 +74,7 @@ class SamplerFactory:
             return sampler
         sampler.chain = make_chain(parts)
         if has_penalties(params):
+            sampler.remembers = True
             n = params.repeat_last_n
             for token in prompt if n < 0 else prompt[max(0, len(prompt) - n) :]:
                 lib.llama_sampler_accept(sampler.chain, token)

@@ -1,0 +1,126 @@
+"""The child's reader: nothing waits behind a long text, and too much text is refused unread."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from edgellm.engine import wire
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.loop import Message, Refused
+from edgellm.engine.scripted import ScriptedBackend, tokenize
+from edgellm.engine.worker import LONG_TEXT, Reader, refuse_overlong, turn_tokens
+from edgellm.errors import ContextOverflowError
+from edgellm.request import EmbedRequest, Overflow
+from tests.engine.factories import plan, request
+
+
+class Inbox:
+    """What a Reader needs of the loop."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+
+class Held(ScriptedBackend):
+    """Tokenises only once it may."""
+
+    def __init__(self) -> None:
+        super().__init__(plan(), EngineOptions(), lambda progress: None)
+        self.may = threading.Event()
+
+    def tokenize(self, text: str, **kw: Any) -> list[int]:
+        assert self.may.wait(10)
+        return super().tokenize(text, **kw)
+
+
+def reader_of(backend: ScriptedBackend) -> tuple[Reader, Inbox, list[wire.FromChild]]:
+    sent: list[wire.FromChild] = []
+    outbox: Any = type("Outbox", (), {"send": staticmethod(sent.append)})
+    ours, theirs = socket.socketpair()
+    inbox = Inbox()
+    reader = Reader(theirs, outbox, backend, inbox)  # type: ignore[arg-type]
+    reader.start(wire.Unframer(), [])
+    ours.detach()  # closing it would end this process
+    return reader, inbox, sent
+
+
+def encoded(message: wire.ToChild) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+LONG = "x" * (LONG_TEXT + 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Tokenize(1, LONG, add_special=True, parse_special=True),
+        wire.Embed(1, EmbedRequest(id="e", inputs=(LONG, LONG))),
+        wire.Generate(request(LONG, overflow=Overflow.SLIDE)),
+    ],
+    ids=["tokenize", "embed", "generate"],
+)
+def test_a_ping_behind_a_long_text_is_heard_at_once(message: wire.ToChild) -> None:
+    backend = Held()
+    reader, inbox, _ = reader_of(backend)
+    reader._take(encoded(message))
+    reader._take(encoded(wire.Ping(2)))
+    assert inbox.inbox.get(timeout=5) == wire.Ping(2)
+    backend.may.set()
+
+
+def test_a_request_cancelled_while_it_is_tokenised_never_arrives() -> None:
+    backend = Held()
+    reader, inbox, _ = reader_of(backend)
+    r = request(LONG, overflow=Overflow.SLIDE)
+    reader._take(encoded(wire.Generate(r)))
+    reader._take(encoded(wire.Cancel(r.id)))
+    backend.may.set()
+    assert inbox.inbox.get(timeout=5) == wire.Cancel(r.id)
+    time.sleep(0.05)
+    assert inbox.inbox.empty()
+
+
+def test_a_megabyte_beyond_the_context_is_refused_without_tokenising_it() -> None:
+    reader, inbox, _ = reader_of(Held())
+    reader._take(encoded(wire.Generate(request("word " * 200_000))))
+    refused = inbox.inbox.get(timeout=5)
+    assert isinstance(refused, Refused)
+    assert refused.error.type == "ContextOverflowError"
+    assert refused.error.attributes["n_ctx"] == 1024
+    assert "1,000,000 characters has at least" in refused.error.message
+
+
+def test_what_may_fit_is_not_refused_by_its_bytes() -> None:
+    backend = ScriptedBackend(plan(), EngineOptions(), lambda progress: None)
+    longest = max(backend.vocabulary(), key=len).decode()
+    fits = longest * 1023
+    assert len(tokenize(fits, add_special=False)) == 1023
+    refuse_overlong(backend, request(fits))
+    with pytest.raises(ContextOverflowError):
+        refuse_overlong(backend, request(fits + longest))
+    sliding = request(fits * 3, overflow=Overflow.SLIDE)
+    refuse_overlong(backend, sliding)
+    turns = msgspec.structs.replace(sliding, turn_starts=(0, len(fits)))
+    with pytest.raises(ContextOverflowError, match="the last message"):
+        refuse_overlong(backend, turns)
+
+
+def test_turns_begin_at_the_first_token_at_or_after_their_character() -> None:
+    backend = ScriptedBackend(plan(), EngineOptions(), lambda progress: None)
+    text = "é the of and to"
+    prompt = array("i", tokenize(text))
+    starts = (0, 1, 4, 7, len(text) + 5)
+    r = request(text, overflow=Overflow.SLIDE, turn_starts=starts)
+    found = turn_tokens(backend, r, prompt)
+    rest = [b"".join(map(backend.piece, prompt[i:])).decode() for i in found]
+    assert rest == [text, " the of and to", " of and to", " and to"]
+    assert turn_tokens(backend, request(text, turn_starts=starts), prompt) == ()
