@@ -18,7 +18,7 @@ from edgellm.planner.memory import (
     resolve_ctx,
     state_bytes,
 )
-from edgellm.planner.overhead import default_overhead
+from edgellm.planner.overhead import Workspace, default_overhead, workspace
 from edgellm.planner.placement import (
     HOST,
     aligned,
@@ -35,9 +35,18 @@ class Terms:
 
     margin: int = 0
     overhead: int | None = None
-    """None: the table's."""
+    """As asked for, whatever the settings; None: what follows."""
+    base: int | None = None
+    """The backend's own part as seen here, to which the settings' is added; None: the table's."""
     extra: int = 0
     """Bytes beside the model: a draft model, a projector."""
+
+
+def terms_overhead(gpu: Gpu, terms: Terms) -> int:
+    """What the backend takes on ``gpu`` whatever the settings."""
+    if terms.overhead is not None:
+        return terms.overhead
+    return default_overhead(gpu) if terms.base is None else terms.base
 
 
 @dataclass(frozen=True)
@@ -86,20 +95,17 @@ def estimate(
     each = list(terms) if terms is not None else [Terms()] * len(gpus)
     ledgers = []
     for i, gpu in enumerate(gpus):
-        experts = shape.has_experts
-        overhead = each[i].overhead
-        if overhead is None:
-            overhead = default_overhead(gpu, experts=experts, flash=flash)
+        work = workspace(gpu, shape, params, cache, devices, card=i, flash=flash)
         ledgers.append(
             _device_ledger(
                 gpu,
-                margin=each[i].margin,
+                each[i],
+                work,
                 weights=_weights(gpu, params, held.get(i, ())),
                 kv_cache=kv.get(i, 0),
                 recurrent_state=state.get(i, 0),
                 compute=compute.devices[i],
                 extra=each[i].extra,
-                overhead=overhead,
                 n_layers=sum(1 for d in devices if d == i),
             )
         )
@@ -184,21 +190,25 @@ def output_bytes(shape: ModelShape, params: PlanParams) -> int:
 
 
 def _device_ledger(
-    gpu: Gpu, *, margin: int, overhead: int, n_layers: int, **entries: int
+    gpu: Gpu, terms: Terms, work: Workspace, *, n_layers: int, **entries: int
 ) -> DeviceLedger:
     """A GPU that holds nothing is not initialised for compute, and costs nothing."""
     used = sum(entries.values())
-    overhead = overhead if used else 0
+    if terms.overhead is not None or not used:
+        work = Workspace()
+    overhead = terms_overhead(gpu, terms) + work.total if used else 0
     return DeviceLedger(
         id=gpu.id,
         name=gpu.name,
         backend=gpu.backend,
         total=gpu.total,
         free=gpu.free,
-        margin=margin,
+        margin=terms.margin,
         overhead=overhead,
+        workspace=work.total,
+        growth=work.growth,
         used=used + overhead,
-        headroom=gpu.free - margin - used - overhead,
+        headroom=gpu.free - terms.margin - used - overhead,
         uuid=gpu.uuid,
         n_layers=n_layers,
         **entries,

@@ -21,13 +21,22 @@ from edgellm.devices import Devices, Gpu
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
 from edgellm.planner import observed
-from edgellm.planner.estimate import Ledger, Terms, estimate, replace, settle, settled_cache
+from edgellm.planner.estimate import (
+    Ledger,
+    Terms,
+    estimate,
+    replace,
+    settle,
+    settled_cache,
+    terms_overhead,
+)
 from edgellm.planner.extras import with_extras
 from edgellm.planner.memo import remembered
 from edgellm.planner.memory import kv_bytes, state_bytes
-from edgellm.planner.overhead import default_margin, default_overhead
+from edgellm.planner.overhead import default_margin, least_workspace
 from edgellm.planner.params import (
     DEFAULT_CTX,
+    LARGE_UBATCHES,
     UBATCHES,
     base_params,
     fixed_params,
@@ -49,6 +58,10 @@ SAME: Final = 0.02
 """Speeds within 2 % are the same: then the earlier, cheaper lever decides."""
 TRIES: Final = 24
 """Exact evaluations at most; a search takes one to four."""
+BETTER_PREFILL: Final = 1.1
+"""What a larger ubatch must bring to be taken."""
+MOST_PINNED: Final = 0.75
+"""Share of the free RAM that weights may pin; more stay in the mapped file."""
 
 
 def make_plan(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
@@ -79,6 +92,11 @@ class Choice:
     speed: Speed
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Nothing that a token reads is on the host."""
+        return HOST not in self.ledger.layer_device and not self.ledger.params.n_cpu_moe
+
 
 def _fixed(shape: ModelShape, devices: Devices, request: PlanRequest) -> Plan:
     params = fixed_params(request)
@@ -104,9 +122,8 @@ def terms_of(shape: ModelShape, gpus: Sequence[Gpu], request: PlanRequest) -> li
             margin=observed.margin(seen, gpu, arch, default_margin(gpu))
             if request.margin is None
             else request.margin,
-            overhead=observed.overhead(seen, gpu, arch)
-            if request.overhead is None
-            else request.overhead,
+            overhead=request.overhead,
+            base=observed.overhead(seen, gpu, arch),
             extra=0 if i else request.extra_gpu,
         )
         for i, gpu in enumerate(gpus)
@@ -193,8 +210,8 @@ class Combination:
 
     params: PlanParams
     order: int
-    compute: dict[bool, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    """Compute buffers (cards, host) by whether every layer and expert is on a card."""
+    scratch: dict[bool, tuple[int, ...]] = field(default_factory=dict)
+    """Compute buffers and workspaces of the cards, by whether every layer and expert is on one."""
     caches: Caches | None = None
     placement: Placement | None = None
     seconds: float = 0.0
@@ -232,8 +249,30 @@ class Search:
     # --- the loop
 
     def run(self) -> Choice | None:
-        """Place, work the best out exactly, learn, and place again until the best holds."""
+        """The fastest choice, with a larger ubatch where that costs no decode speed."""
         combinations = self._combinations()
+        choice = self._settle(combinations)
+        if choice is None or self.request.n_ubatch or choice.is_whole or not self.gpus:
+            return choice
+        fastest = 1 / min(c.seconds for c in combinations if c.placement is not None)
+        return self._with_larger_ubatch(choice, fastest * (1 - SAME)) or choice
+
+    def _with_larger_ubatch(self, choice: Choice, least_tps: float) -> Choice | None:
+        """The largest ubatch that decodes at ``least_tps`` and reads prompts clearly faster."""
+        known = choice.ledger.params
+        for n_ubatch in LARGE_UBATCHES:
+            if n_ubatch > min(known.n_batch, known.n_ctx):
+                continue
+            params = replace(self.base, type_k=known.type_k, type_v=known.type_v, n_ubatch=n_ubatch)
+            larger = self._settle([Combination(settle(self.shape, params), 0)])
+            if larger is None or larger.speed.decode_tps < least_tps:
+                continue
+            if larger.speed.prefill_tps > choice.speed.prefill_tps * BETTER_PREFILL:
+                return larger
+        return None
+
+    def _settle(self, combinations: Sequence[Combination]) -> Choice | None:
+        """Place, work the best out exactly, learn, and place again until the best holds."""
         checked: dict[tuple[int, Placement], Choice | None] = {}
         for combination in combinations:
             self._place(combination)
@@ -285,12 +324,11 @@ class Search:
         params = self.params(combination.params, placement)
         extra = self.request.extra_host
         ledger = estimate(self.shape, params, self.gpus, self.host, self.terms, extra_host=extra)
-        combination.compute[self._is_whole(placement)] = (
-            tuple(d.compute for d in ledger.devices),
-            ledger.host.compute,
+        combination.scratch[self._is_whole(placement)] = tuple(
+            d.compute + d.workspace for d in ledger.devices
         )
         if params.flash_attn == "auto" and not ledger.flash and params.type_v != "f16":
-            combination.compute[self._is_whole(placement)] = ((1 << 60,) * len(self.gpus), 0)
+            combination.scratch[self._is_whole(placement)] = (1 << 60,) * len(self.gpus)
             return None
         if not ledger.fits:
             return None
@@ -320,9 +358,8 @@ class Search:
     def params(self, params: PlanParams, placement: Placement) -> PlanParams:
         """``params`` with ``placement`` as llama.cpp takes it."""
         split = tuple(float(n) for n in placement.counts) if len(self.gpus) > 1 else ()
-        # Experts in the mapped file are no pinned memory: llama.cpp itself advises load mode none
-        # (create_tensor in src/llama-model-loader.cpp), since batches copy them to the card.
-        maps = not placement.n_cpu_moe if self.request.use_mmap is None else self.request.use_mmap
+        asked = self.request.use_mmap
+        maps = not self._pins(placement) if asked is None else asked
         return replace(
             params,
             n_gpu_layers=placement.n_gpu_layers,
@@ -330,6 +367,19 @@ class Search:
             tensor_split=self.request.tensor_split or split,
             use_mmap=maps,
         )
+
+    def _pins(self, placement: Placement) -> bool:
+        """Whether host weights are read into pinned memory, not mapped.
+
+        Batches copy them to the card, five times as fast from pinned memory; llama.cpp itself
+        advises load mode none for experts (create_tensor in src/llama-model-loader.cpp).
+        """
+        if not self.gpus or self.gpus[0].integrated or self.cards[0].is_remote:
+            return False
+        first = self.shape.n_layer_all + 1 - placement.n_gpu_layers
+        dense, experts = self.sums
+        held = dense[first] + experts[max(first, placement.n_cpu_moe)]
+        return 0 < held <= MOST_PINNED * self.host.available
 
     def _smaller(self, placement: Placement) -> Placement | None:
         """One layer, or one layer's experts, fewer on the cards."""
@@ -385,27 +435,25 @@ class Search:
 
     def _budgets(self, combination: Combination, whole: bool) -> list[int]:
         """Bytes for weights and caches on each card, compute and overhead taken off."""
-        compute = self._compute_guess(combination, whole)
-        experts = self.shape.has_experts
-        budgets = []
-        for gpu, terms, scratch in zip(self.gpus, self.terms, compute, strict=True):
-            overhead = terms.overhead
-            if overhead is None:
-                overhead = default_overhead(
-                    gpu, experts=experts, flash=combination.params.flash_attn != "off"
-                )
-            taken = terms.margin + overhead + terms.extra + scratch + self.shared
-            budgets.append(gpu.free - taken)
-        return budgets
+        scratch = self._scratch_guess(combination, whole)
+        return [
+            gpu.free - terms.margin - terms_overhead(gpu, terms) - terms.extra - own - self.shared
+            for gpu, terms, own in zip(self.gpus, self.terms, scratch, strict=True)
+        ]
 
-    def _compute_guess(self, combination: Combination, whole: bool) -> tuple[int, ...]:
+    def _scratch_guess(self, combination: Combination, whole: bool) -> tuple[int, ...]:
         """What was worked out for this combination, else a little less than it can be."""
-        known = combination.compute.get(whole)
+        known = combination.scratch.get(whole)
         if known is not None:
-            return known[0]
+            return known
         params = combination.params
         hidden = 4 * params.n_ubatch * self.shape.n_embd
-        return (2 * hidden,) * len(self.gpus)
+        flash = params.flash_attn != "off"
+        return tuple(
+            2 * hidden
+            + (0 if terms.overhead is not None else least_workspace(gpu, self.shape, flash))
+            for gpu, terms in zip(self.gpus, self.terms, strict=True)
+        )
 
     def _place(self, combination: Combination) -> None:
         """The fastest placement of ``combination`` under its budgets."""

@@ -50,7 +50,7 @@ def observe(plan: Plan, report: LoadReport, at: float = 0.0) -> tuple[Observatio
         if seen is None or seen.used_before is None or seen.used_after is None:
             continue
         taken = seen.used_after - seen.used_before
-        overhead = taken - (ledger.used - ledger.overhead)
+        overhead = taken - (ledger.used - ledger.overhead) - (ledger.workspace - ledger.growth)
         if ledger.used and 0 <= overhead <= _PLAUSIBLE:
             found.append(
                 Observation(
@@ -60,7 +60,7 @@ def observe(plan: Plan, report: LoadReport, at: float = 0.0) -> tuple[Observatio
                     arch=plan.model.arch,
                     n_loads=1,
                     overhead=overhead,
-                    error=abs(taken - ledger.used),
+                    error=abs(taken - (ledger.used - ledger.growth)),
                     at=at,
                 )
             )
@@ -120,7 +120,8 @@ def of_card(observed: Sequence[Observation], gpu: Gpu) -> list[Observation]:
 
 
 def overhead(observed: Sequence[Observation], gpu: Gpu, arch: str) -> int | None:
-    """The card's overhead as last seen with ``arch``, else the largest with any; None: never."""
+    """The card's overhead, workspaces of the settings taken off, as last seen with ``arch``, else
+    the largest with any; None: never."""
     seen = [x for x in of_card(observed, gpu) if x.overhead is not None]
     own = [x for x in seen if x.arch == arch]
     if own:

@@ -12,6 +12,8 @@ from edgellm.planner.plan import PlanParams, PlanRequest
 DEFAULT_CTX: Final = 8192
 UBATCHES: Final = (512, 256, 128, 64)
 """Largest first: a smaller ubatch costs prefill speed and frees compute memory."""
+LARGE_UBATCHES: Final = (2048, 1024)
+"""Tried where weights stay on the host: a ubatch copies them to the card once, large or small."""
 
 
 def fixed_params(request: PlanRequest) -> PlanParams:

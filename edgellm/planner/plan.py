@@ -93,6 +93,10 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
     extra: int = 0
     """The draft model and the projector: weights, caches and scratch memory."""
     overhead: int = 0
+    workspace: int = 0
+    """Of ``overhead``, what these settings take: library workspaces, graphs of copied layers."""
+    growth: int = 0
+    """Of ``workspace``, what is only taken as the context fills, after the warm-up."""
     used: int = 0
     headroom: int = 0
     """free - margin - used; negative when it does not fit."""
@@ -183,7 +187,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     arch: str = ""
     n_loads: int = 0
     overhead: int | None = None
-    """Bytes the card lost beyond what was planned for the buffers on it, the last time."""
+    """Bytes the card lost beyond what was planned for the buffers on it and for the settings'
+    workspaces, the last time."""
     error: int = 0
     """The largest difference of planned and measured use since, in bytes."""
     decode_ratio: float | None = None

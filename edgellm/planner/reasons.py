@@ -123,6 +123,8 @@ def reasons(
     ctx = f"the default of {DEFAULT_CTX}, or what the model was trained for"
     kv = "exact" if p.type_k == "f16" else "half the cache for next to no loss"
     ubatch = "full prefill speed" if p.n_ubatch >= 512 else "smaller scratch buffers leave room"
+    if p.n_ubatch > 512:
+        ubatch = "host weights cross the bus once for so many prompt tokens"
     outputs = f"only {p.n_seq_max} position{'s' * (p.n_seq_max > 1)} a step need logits"
     found = [
         Reason(param="n_gpu_layers", value=f"{on_gpu} of {n_all}", why=layers),

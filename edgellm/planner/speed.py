@@ -1,8 +1,8 @@
 """Tokens a second, predicted from bytes and bandwidths. Pure.
 
 Decode reads every active weight and the cells in use once a token: bytes over bandwidth, device by
-device, plus a fixed cost a layer. Prefill is bound by arithmetic, or by moving host weights over
-the bus once a ubatch.
+device, plus a fixed cost a layer. Prefill is bound by arithmetic, and by host weights that cross
+the bus to the first card once a ubatch (op offload).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Reads:
 
 @dataclass(frozen=True)
 class Card:
-    """What a device can do: bytes a second from its memory, TFLOP/s with f16, bytes a second over
-    its bus, seconds a layer that no bandwidth explains (kernel launches)."""
+    """What a device can do: bytes a second from its memory, TFLOP/s of llama.cpp's quantised
+    products (not the card's peak), bytes a second over its bus, seconds a layer that no bandwidth
+    explains (kernel launches)."""
 
     bandwidth: float
     tflops: float
@@ -68,15 +69,23 @@ class Card:
         )
 
 
+_PINNED: Final = 0.8
+"""Share of the bus that copies from pinned memory (the host buffer of load mode none) reach:
+39 GB/s of a PCIe 5 x16 on an H200."""
+_PAGEABLE: Final = 7 * GB
+"""Copies from a mapped file go through the driver's staging buffer: 5 to 8 GB/s on an H200."""
+OFFLOAD_BATCH: Final = 32
+"""Tokens from which ggml offloads an operation of host weights (op_offload_min_batch_size)."""
+
 _EFFICIENCY: Final = 0.75
 """Share of the nominal bandwidth that quantised matrix-vector products reach."""
 
 _CARDS: Final = (
-    # name pattern, GB/s, TFLOP/s f16 dense, bus GB/s
-    (r"H200", 4800, 700, 50),
-    (r"H100", 3350, 700, 50),
-    (r"A100.*80", 2039, 250, 25),
-    (r"A100", 1555, 250, 25),
+    # name pattern, GB/s, TFLOP/s of quantised products, bus GB/s
+    (r"H200", 4800, 165, 50),  # 9,000 to 10,000 prompt tokens a second of an 8B
+    (r"H100", 3350, 165, 50),
+    (r"A100.*80", 2039, 100, 25),
+    (r"A100", 1555, 100, 25),
     (r"L40S?", 864, 180, 25),
     (r"\bL4\b", 300, 60, 12),
     (r"RTX PRO 6000", 1792, 250, 50),
@@ -292,21 +301,55 @@ def _prefill_seconds(
     cards: Sequence[Card],
     host: Card,
 ) -> float:
-    """Seconds a prompt token: arithmetic, and host weights moved over the bus once a ubatch."""
+    """Seconds a prompt token: arithmetic, and host weights that go to the first card once a
+    ubatch (ggml_backend_sched_backend_id_from_cur and its copies in ggml-backend.cpp)."""
+    n_ubatch = max(params.n_ubatch, 1)
+    offloads = bool(cards) and not cards[0].is_remote and n_ubatch >= OFFLOAD_BATCH
     arithmetic = moved = 0.0
-    for il, where in enumerate(layer_device):
+    for il, where in enumerate(layer_device[:-1]):
         reads = layer_reads(shape, params, il)
         if reads is None:
             continue
-        for part, at in (
-            (reads.dense, where),
-            (reads.expert, HOST if il < params.n_cpu_moe else where),
+        at = HOST if il < params.n_cpu_moe else where
+        touched = _touched_share(shape, il, n_ubatch) * shape.layers[il].expert_bytes
+        for active, whole, place in (
+            (reads.dense, float(reads.dense), where),
+            (reads.expert, touched, at),
         ):
-            doing = (cards[0] if cards else host) if at == HOST else cards[at]
-            arithmetic += _flops(part) / (doing.tflops * 1e12)
-            moved += part if at == HOST and cards else 0
-    bus = cards[0].bus if cards else 1.0
-    return arithmetic + moved / bus / max(params.n_ubatch, 1)
+            doing = (cards[0] if offloads else host) if place == HOST else cards[place]
+            arithmetic += _flops(active) / (doing.tflops * 1e12)
+            moved += whole if place == HOST and offloads else 0.0
+    arithmetic += _output_seconds(shape, params, layer_device, cards, host)
+    return arithmetic + (moved / copy_bandwidth(params, cards[0]) / n_ubatch if moved else 0.0)
+
+
+def _output_seconds(
+    shape: ModelShape,
+    params: PlanParams,
+    layer_device: Sequence[int],
+    cards: Sequence[Card],
+    host: Card,
+) -> float:
+    """The output layer's arithmetic a prompt token: only positions with logits pass it."""
+    at = layer_device[-1] if layer_device else HOST
+    share = min((params.n_outputs_max or params.n_ubatch) / max(params.n_ubatch, 1), 1.0)
+    tflops = (host if at == HOST else cards[at]).tflops
+    return share * _flops(output_read_bytes(shape)) / (tflops * 1e12)
+
+
+def copy_bandwidth(params: PlanParams, card: Card) -> float:
+    """Bytes a second from host weights to ``card``."""
+    pinned = card.bus * _PINNED
+    return min(pinned, _PAGEABLE) if params.use_mmap and card.bus < card.bandwidth else pinned
+
+
+def _touched_share(shape: ModelShape, il: int, n_tokens: int) -> float:
+    """The share of a layer's experts that ``n_tokens`` tokens choose: only those are copied."""
+    layer = shape.layers[il]
+    used = layer.n_expert_used or shape.n_expert_used
+    if not used or used >= shape.n_expert:
+        return 1.0
+    return 1.0 - (1.0 - used / shape.n_expert) ** n_tokens
 
 
 def layer_reads(shape: ModelShape, params: PlanParams, il: int) -> Reads | None:
