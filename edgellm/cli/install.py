@@ -68,6 +68,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     environ: dict[str, str] = msgspec.field(default_factory=dict)
     minutes: int = 0
     note: str = ""
+    otherwise: str = ""
+    """What to try when it fails, before the log is read."""
 
     @property
     def spoken(self) -> str:
@@ -144,7 +146,11 @@ def _make_wheel(job: Job) -> Step:
     command = (*_pip(job), "wheel", "--no-deps", "--wheel-dir", str(job.wheels))
     if job.route == "wheel":
         index = ("--only-binary", ENGINE_PACKAGE, "--extra-index-url", str(job.recipe.wheel_index))
-        return Step(title="fetch the prebuilt engine", command=(*command, *index, what))
+        return Step(
+            title="fetch the prebuilt engine",
+            command=(*command, *index, what),
+            otherwise="edgellm setup --build; ",
+        )
     if not job.compiles:
         return Step(title="take the given wheel of the engine", command=(*command, what))
     return Step(
@@ -233,7 +239,7 @@ def _execute(step: Step, log: Path) -> None:
     if child.returncode != 0:
         raise EngineError(
             f"{step.title} failed: {_last_error(log)}",
-            hint=f"the whole log: {log}; nothing was changed",
+            hint=f"{step.otherwise}the whole log: {log}; nothing was changed",
         )
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from edgellm.cli import checks, install, proof
@@ -299,6 +300,14 @@ def test_a_step_that_fails_says_its_last_error_and_where_the_log_is(tmp_path: Pa
     assert "compile failed: fatal error: vulkan.h not found" in caught.value.message
     assert str(log) in (caught.value.hint or "")
     assert "1 warning" in log.read_text()
+
+
+def test_a_prebuilt_wheel_that_cannot_be_had_leads_to_the_build(tmp_path: Path) -> None:
+    fetch = install.steps(job(with_nvidia(), tmp_path, route="wheel"))[0]
+    step = msgspec.structs.replace(fetch, command=python("import sys", "sys.exit(1)"))
+    with pytest.raises(EngineError) as caught:
+        install._execute(step, tmp_path / "setup.log")
+    assert (caught.value.hint or "").startswith("edgellm setup --build; the whole log")
 
 
 def test_a_step_sees_its_environment(tmp_path: Path) -> None:
