@@ -25,19 +25,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.bare_plan import bare_plan
 from edgellm.engine import wire
 from edgellm.engine.info import EngineOptions, Script
 from edgellm.engine.loop import Arrived, Loop
 from edgellm.engine.sequence import State
 from edgellm.engine.worker import open_backend
-from edgellm.planner.plan import HostLedger, ModelFacts, Plan, PlanParams, Speed
+from edgellm.planner.plan import Plan
 from edgellm.request import Request, SamplingParams
 
 
 def make_plan(args: argparse.Namespace, n_seq: int) -> Plan:
     """A plan straight from the arguments: nothing is estimated here."""
     n_ctx = -(-(args.prompt + args.output + 32) // 256) * 256 * n_seq
-    params = PlanParams(
+    return bare_plan(
+        args.model,
         n_gpu_layers=args.ngl,
         n_ctx=n_ctx,
         n_ctx_seq=n_ctx if args.kv_unified == "on" else n_ctx // n_seq,
@@ -49,24 +51,6 @@ def make_plan(args: argparse.Namespace, n_seq: int) -> Plan:
         n_threads=args.threads,
         n_threads_batch=args.threads,
         flash_attn=args.flash_attn,
-    )
-    facts = ModelFacts(
-        name=Path(args.model).stem,
-        path=args.model,
-        arch="",
-        quant="",
-        file_bytes=0,
-        n_params=0,
-        n_layer=0,
-        n_ctx_train=0,
-    )
-    return Plan(
-        model=facts,
-        params=params,
-        devices=(),
-        host=HostLedger(total=0, available=0),
-        verdict="cpu" if args.ngl == 0 else "gpu",
-        speed=Speed(prefill_tps=0, decode_tps=0, basis="none"),
     )
 
 

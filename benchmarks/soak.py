@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
 
+from benchmarks.bare_plan import bare_plan
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Script
-from edgellm.planner.plan import HostLedger, ModelFacts, Plan, PlanParams, Speed
+from edgellm.metrics import EngineStats
+from edgellm.planner.plan import Plan
 from edgellm.request import Grammar, GrammarKind, Overflow, Priority, Request, SamplingParams
 
-WORDS = (
+WORDS = [
     "the",
     "of",
     "and",
@@ -40,13 +42,15 @@ WORDS = (
     "are",
     "as",
     "be",
-) * 2
+] * 2
+MEMORY_SLACK = 16 << 20
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer","maximum":99}},"required":["a"]}'
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """A context far too small for what is asked of it."""
-    params = PlanParams(
+    return bare_plan(
+        args.model,
         n_gpu_layers=args.ngl,
         n_ctx=args.ctx,
         n_ctx_seq=args.ctx // 2,
@@ -56,24 +60,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         n_outputs_max=16,
         n_threads=args.threads,
         n_threads_batch=args.threads,
-    )
-    facts = ModelFacts(
-        name="soak",
-        path=args.model,
-        arch="",
-        quant="",
-        file_bytes=0,
-        n_params=0,
-        n_layer=0,
-        n_ctx_train=0,
-    )
-    return Plan(
-        model=facts,
-        params=params,
-        devices=(),
-        host=HostLedger(total=0, available=0),
-        verdict="cpu" if args.ngl == 0 else "gpu",
-        speed=Speed(prefill_tps=0, decode_tps=0, basis="none"),
     )
 
 
@@ -103,17 +89,21 @@ def random_request(numbers: random.Random, i: int, most: int) -> Request:
     )
 
 
-async def one(engine: Engine, request: Request, leave_after: float | None) -> str:
-    """Read a request to its end, or leave it."""
+async def one(engine: Engine, request: Request, stop_after: int | None, *, leaves: bool) -> str:
+    """Read a request to its end; after ``stop_after`` events leave it, or ask for its end."""
     stream = engine.generate(request)
     n = 0
     async for event in stream:
         n += 1
         if event.is_last:
             return str(event.finish_reason)
-        if leave_after is not None and n > leave_after:
+        if stop_after is None or n <= stop_after:
+            continue
+        if leaves:
             await stream.aclose()
             return "left"
+        await engine.cancel(request.id)
+        stop_after = None
     return "no end"
 
 
@@ -129,11 +119,11 @@ async def soak(args: argparse.Namespace) -> int:
 
     async def guarded(i: int) -> None:
         async with gate:
-            leave = numbers.choice([None, None, None, numbers.randrange(0, 20)])
+            stop_after = numbers.choice([None, None, None, numbers.randrange(0, 20)])
             request = random_request(numbers, i, args.most)
-            end = await one(engine, request, leave)
+            end = await one(engine, request, stop_after, leaves=numbers.random() < 0.5)
             ends[end] = ends.get(end, 0) + 1
-            if i % max(1, args.requests // 10) == 0:
+            if sum(ends.values()) % max(1, args.requests // 10) == 0:
                 memory.append(child.memory_info().rss)
                 print(f"{sum(ends.values())} of {args.requests}", flush=True)
 
@@ -141,17 +131,31 @@ async def soak(args: argparse.Namespace) -> int:
     await asyncio.gather(*(guarded(i) for i in range(args.requests)))
     await asyncio.sleep(0.2)
     stats = await engine.stats()
+    await engine.close()
     print(f"{args.requests} requests in {time.monotonic() - began:.1f} s: {ends}")
     print(f"child's memory, MiB: {[m >> 20 for m in memory]}")
     print(
         f"steps {stats.n_steps}, preemptions {stats.preemptions}, prefix hits {stats.prefix_hits}, "
         f"misses {stats.prefix_misses}, guessed {stats.drafted_tokens}/{stats.accepted_tokens}"
     )
-    left = stats.cells_used - stats.cells_retained
-    print(f"running {stats.running}, waiting {stats.waiting}, failed {stats.requests_failed}")
-    await engine.close()
-    is_clean = stats.running == stats.waiting == stats.preempted == 0 and left >= 0
-    return 0 if is_clean and "no end" not in ends else 1
+    wrong = left_over(stats, memory) + ["a stream without an end"] * ends.get("no end", 0)
+    print("\n".join(wrong) or "nothing is left over")
+    return 1 if wrong else 0
+
+
+def left_over(stats: EngineStats, memory: list[int]) -> list[str]:
+    """What the engine still holds that it should not, in words."""
+    wrong = []
+    if stats.running or stats.waiting or stats.preempted:
+        wrong.append(f"sequences: {stats.running} run, {stats.waiting + stats.preempted} wait")
+    if stats.cells_used != stats.cells_retained:
+        wrong.append(f"cells: {stats.cells_used} used, {stats.cells_retained} by kept prefixes")
+    if stats.requests_failed:
+        wrong.append(f"{stats.requests_failed} requests failed")
+    growth = memory[-1] - memory[len(memory) // 3] if memory else 0
+    if growth > MEMORY_SLACK:
+        wrong.append(f"memory grew by {growth >> 20} MiB in the last two thirds")
+    return wrong
 
 
 def main() -> None:
