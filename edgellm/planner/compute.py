@@ -34,6 +34,10 @@ ROUGH: Final = {
 """Graphs not followed step by step: (hidden states more, hidden states at least), as measured."""
 
 
+ASYNCHRONOUS: Final = frozenset({"cuda", "rocm", "vulkan", "metal", "rpc"})
+"""Backends whose devices compute and signal events by themselves (caps.async, caps.events)."""
+
+
 @dataclass(frozen=True)
 class Compute:
     devices: tuple[int, ...]
@@ -96,7 +100,7 @@ def runs_pipelined(params: PlanParams, gpus: Sequence[Gpu]) -> bool:
         and params.split_mode == "layer"
         and params.offload_kqv
         and not params.n_cpu_moe
-        and all(gpu.backend in ("cuda", "rocm") for gpu in gpus)
+        and all(gpu.backend in ASYNCHRONOUS for gpu in gpus)
     )
 
 

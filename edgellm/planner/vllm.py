@@ -1,7 +1,8 @@
 """How vLLM should be started for a model on a node of equal GPUs. Pure.
 
-Checked against the options of vLLM 0.33. It reads safetensors; of a GGUF only the shape is used
-here, and the weights are counted as the original ones (two bytes a parameter, or one in FP8).
+vLLM 0.33's own parser accepts every line (benchmarks/vllm_lines.py). It reads safetensors; of a
+GGUF only the shape is used here, and the weights are counted as the original ones (two bytes a
+parameter, or one in FP8).
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ def plan_vllm(
     Raises DoesNotFitError.
     """
     wanted = n_ctx or min(model.n_ctx_train or LONGEST_DEFAULT, LONGEST_DEFAULT)
+    if model.n_ctx_train and wanted > model.n_ctx_train:
+        model = _warned(model, f"vLLM takes no more than the {model.n_ctx_train} of its training")
+        wanted = model.n_ctx_train
     # Room for several of the longest requests where there is a split that gives it, else for one.
     for n_longest in (ROOMY, 1):
         for tensor, pipeline in splits(model, node):
@@ -126,6 +130,10 @@ def plan_vllm(
         available=have,
         smallest_fix="--fp8 halves the weights" if model.quantization is None else None,
     )
+
+
+def _warned(model: VllmModel, words: str) -> VllmModel:
+    return msgspec.structs.replace(model, warnings=(*model.warnings, words))
 
 
 def splits(model: VllmModel, node: Node) -> list[tuple[int, int]]:

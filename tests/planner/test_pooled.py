@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from edgellm.config import Settings
 from edgellm.devices import Devices, Gpu, hypothetical
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.planner.speed import Card, card
-from edgellm.units import GiB
+from edgellm.runtime import local_shape
+from edgellm.units import GiB, MiB
 from tests.planner.test_fit import machine, synthetic
 
 FAST = {"link_latency_s": 100e-6, "link_bandwidth": 1.2e9}
@@ -74,6 +76,38 @@ def test_a_slow_link_is_used_where_the_model_fits_nowhere_else() -> None:
     plan = plan_with(*pool, ram=1 * GiB)
     assert len(plan.params.rpc) >= 2
     assert "network" in plan.speed.bottleneck
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("split", "ubatch", "ctx", "measured"),
+    [
+        ((16.0, 15.0), 512, 1024, (20.91, 20.91)),
+        ((29.0, 2.0), 512, 1024, (20.91, 11.91)),
+        ((16.0, 15.0), 128, 1024, (5.23, 5.23)),
+        ((10.0, 10.0, 11.0), 128, 2048, (6.23, 6.23, 6.23)),
+    ],
+)
+def test_several_workers_pipeline_ubatches_and_pay_for_the_copies(
+    split: tuple[float, ...], ubatch: int, ctx: int, measured: tuple[float, ...]
+) -> None:
+    """Compute buffers in MiB as llama.cpp allocated them on workers, the starter whole on them."""
+    gpus = tuple(remote(i, FAST) for i in range(len(split)))
+    request = PlanRequest(
+        fixed=True,
+        n_ctx=ctx,
+        n_ubatch=ubatch,
+        n_batch=512,
+        n_seq_max=1,
+        n_outputs_max=1,
+        n_gpu_layers=-1,
+        tensor_split=split,
+    )
+    plan = make_plan(
+        local_shape("starter", Settings()), Devices(host=machine().host, gpus=gpus), request
+    )
+    planned = [d.compute / MiB for d in plan.devices]
+    assert planned == pytest.approx(measured, abs=0.1)
 
 
 def test_plans_without_workers_name_none() -> None:

@@ -76,6 +76,12 @@ def test_every_option_is_one_of_vllms() -> None:
     assert all(shlex.split(plan.command)[:3] == ["vllm", "serve", "org/model"] for plan in made)
 
 
+def test_a_context_past_the_training_is_cut_to_it_since_vllm_refuses_more() -> None:
+    made = plan_vllm(model(15, n_ctx_train=4096), NODE, n_ctx=32768)
+    assert made.max_model_len == 4096
+    assert any("4096 of its training" in warning for warning in made.warnings)
+
+
 def test_a_longer_context_leaves_fewer_sequences() -> None:
     short, long = (plan_vllm(model(400), NODE, n_ctx=n) for n in (4096, 32768))
     assert short.max_num_seqs > long.max_num_seqs >= 1
