@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -199,6 +200,11 @@ def _proof(job: Job) -> str:
 
 def run(job: Job) -> Result:
     """Do the steps. Raises EngineError; the engine that was there is then there still."""
+    with _terminated_is_interrupted():
+        return _run(job)
+
+
+def _run(job: Job) -> Result:
     log = _new_log()
     # Lazily: the wheel's name is known only once it was made.
     for step in _staging(job):
@@ -229,18 +235,46 @@ def _execute(step: Step, log: Path) -> None:
     with log.open("ab") as out:
         out.write(f"$ {step.spoken}\n".encode())
         out.flush()
-        child = subprocess.Popen(step.command, stdout=out, stderr=out, env=environ)
+        child = subprocess.Popen(
+            step.command, stdout=out, stderr=out, env=environ, start_new_session=True
+        )
         try:
             _wait(child, step, begun)
         except BaseException:
-            child.terminate()
-            child.wait()
+            _end(child)
             raise
     if child.returncode != 0:
         raise EngineError(
             f"{step.title} failed: {_last_error(log)}",
             hint=f"{step.otherwise}the whole log: {log}; nothing was changed",
         )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a step with all that it started: a compiler goes on for minutes without its installer."""
+    if sys.platform == "win32":
+        child.terminate()
+    else:
+        os.killpg(child.pid, signal.SIGTERM)
+    try:
+        child.wait(10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """SIGTERM as an exception, so that a step is ended and the old engine put back then too."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(child: subprocess.Popen[bytes], step: Step, begun: float) -> None:

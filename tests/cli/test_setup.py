@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from edgellm.cli import checks, install, proof
@@ -308,6 +312,49 @@ def test_a_prebuilt_wheel_that_cannot_be_had_leads_to_the_build(tmp_path: Path) 
     with pytest.raises(EngineError) as caught:
         install._execute(step, tmp_path / "setup.log")
     assert (caught.value.hint or "").startswith("edgellm setup --build; the whole log")
+
+
+def test_a_step_that_is_interrupted_takes_along_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    script = f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"
+
+    def interrupt(*_: object) -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install, "_wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        install._execute(Step(title="x", command=("sh", "-c", script)), tmp_path / "setup.log")
+    assert not psutil.pid_exists(int(started.read_text())) or _is_over(int(started.read_text()))
+
+
+def _is_over(pid: int) -> bool:
+    """Whether a process ends within a moment; a zombie has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(5)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def test_a_setup_that_is_terminated_puts_the_old_engine_back(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(step: Step, _: Path) -> None:
+        if step.title == "put it in place":
+            engine.write_text("half of the new")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    ended(monkeypatch, devices=(CUDA0,), answer='{"offloaded":"31/31"}')
+    monkeypatch.setattr(install, "_execute", execute)
+    with pytest.raises(SystemExit):
+        install.run(job(with_nvidia(), tmp_path / "stage", replaces=True))
+    assert engine.read_text() == "old"
 
 
 def test_a_step_sees_its_environment(tmp_path: Path) -> None:
