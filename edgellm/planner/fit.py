@@ -161,15 +161,15 @@ def best(shape: ModelShape, devices: Devices, request: PlanRequest) -> Choice | 
 
 
 def card_sets(gpus: Sequence[Gpu]) -> Iterator[tuple[Gpu, ...]]:
-    """The fastest card alone, then with the next fastest, and so on; no card last.
+    """Each card alone, the fastest first; then the fastest two, three, and so on; no card last.
 
     Fewer cards first: another one is taken only where it makes the plan faster.
     """
     order = sorted(range(len(gpus)), key=lambda i: _preference(gpus[i], i))
-    for n in range(1, len(order) + 1):
-        yield tuple(gpus[i] for i in sorted(order[:n]))
-    for i in order[1:]:
+    for i in order:
         yield (gpus[i],)
+    for n in range(2, len(order) + 1):
+        yield tuple(gpus[i] for i in sorted(order[:n]))
     yield ()
 
 

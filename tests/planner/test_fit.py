@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.devices import Devices, Host, hypothetical
+from edgellm.devices import Devices, Gpu, Host, hypothetical
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import LayerShape, ModelShape, Tensor
-from edgellm.planner.fit import distribute, make_plan
+from edgellm.planner.fit import SAME, distribute, make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.units import GiB, MiB
 
@@ -228,3 +229,48 @@ def test_another_card_never_makes_it_worse(shape: ModelShape, first: int, second
     one = make_plan(shape, machine(first), PlanRequest())
     two = make_plan(shape, machine(first, second), PlanRequest())
     assert two.speed.decode_tps >= one.speed.decode_tps * 0.98
+
+
+NAMES = ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce GTX 1060", "NVIDIA GeForce RTX 4060", "a card")
+
+
+def pair_of(names: tuple[str, str], free: tuple[int, int], link: tuple[float, float]) -> Devices:
+    """Two cards of these kinds; the first in another machine where the link has a latency."""
+    latency, bandwidth = link
+    local = [
+        Gpu(id=f"CUDA{i}", name=name, backend="cuda", total=max(size, 1), free=size)
+        for i, (name, size) in enumerate(zip(names, free, strict=True))
+    ]
+    if latency:
+        far = {"endpoint": "10.0.0.1:50052", "link_latency_s": latency, "link_bandwidth": bandwidth}
+        local[0] = msgspec.structs.replace(local[0], id="RPC0", backend="rpc", **far)
+        local[1] = msgspec.structs.replace(local[1], id="CUDA0")
+    return Devices(host=HOST, gpus=tuple(local))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=models,
+    names=st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)),
+    free=st.tuples(budgets, budgets),
+    link=st.sampled_from([(0.0, 0.0), (1e-4, 1.2e9), (3e-3, 2.5e7), (0.2, 1e6)]),
+    n_ctx=st.sampled_from([512, 4096, 32768]),
+)
+def test_a_pair_is_never_slower_than_the_better_card_alone(
+    shape: ModelShape,
+    names: tuple[str, str],
+    free: tuple[int, int],
+    link: tuple[float, float],
+    n_ctx: int,
+) -> None:
+    """By the predictor that chose; a card that holds nothing is said to be left out."""
+    both, request = pair_of(names, free, link), PlanRequest(n_ctx=n_ctx, n_seq_max=2)
+    plan = make_plan(shape, both, request)
+    alone = [
+        make_plan(shape, msgspec.structs.replace(both, gpus=gpus), request)
+        for gpus in (both.gpus[:1], both.gpus[1:])
+    ]
+    best = max(one.speed.decode_tps for one in alone)
+    assert plan.speed.decode_tps >= best / (1 + SAME)
+    if sum(1 for d in plan.devices if d.used) == 2:
+        assert plan.speed.decode_tps > best * (1 - 1e-9)

@@ -78,6 +78,15 @@ def test_a_slow_link_is_used_where_the_model_fits_nowhere_else() -> None:
     assert "network" in plan.speed.bottleneck
 
 
+def test_one_worker_that_holds_it_all_is_not_helped_by_one_that_seems_a_little_faster() -> None:
+    """Two equal machines never measure the same; the pair is no faster than the larger alone."""
+    small = remote(0, FAST, free=2 * GiB, speed=404e9)
+    large = remote(1, FAST, free=8 * GiB, speed=400e9)
+    plan = plan_with(small, large)
+    assert [(d.id, d.name) for d in plan.devices] == [("RPC0", "10.0.0.1:50052")]
+    assert any("10.0.0.0:50052" in warning and "not used" in warning for warning in plan.warnings)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("split", "ubatch", "ctx", "measured"),
