@@ -18,7 +18,7 @@ from edgellm.request import Priority
 from edgellm.server.errors import Problem
 from edgellm.server.http import Call, Message, Receive
 from edgellm.server.upstream.http1 import Answer, UpstreamError
-from edgellm.server.upstream.replicas import Group, Replica, Upstreams
+from edgellm.server.upstream.replicas import Group, Replica, Upstreams, starts
 from edgellm.server.wire.common import SamplingFields, priority_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,15 @@ class _Body(msgspec.Struct):
     model: str | None = None
     priority: int | str | None = None
     previous_response_id: str | None = None
+    system: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+    def begins(self) -> tuple[int, ...]:
+        """The starts of what the model is to read."""
+        parts = (self.system, self.messages, self.prompt, self.input)
+        return starts(b"".join(bytes(part) for part in parts))
 
 
 async def forward(server: Server, upstreams: Upstreams, call: Call) -> bool:
@@ -134,6 +143,7 @@ class _Passing:
         """Something of the answer's substance went to the client."""
         self._has_priority = wanted.priority is not None
         self.previous = wanted.previous_response_id
+        self._begins = wanted.begins()
         self.made = ""
         """The id of the stored response that this request made."""
         self._usage = b""
@@ -145,12 +155,13 @@ class _Passing:
         only = upstreams.maker(self.previous) if self.previous else None
         while True:
             try:
-                replica, there = await self.group.take(priority, tried, only)
+                replica, there = await self.group.take(priority, tried, only, self._begins)
             except Problem as problem:
                 raise _failed(last) if last is not None else problem from last
             try:
                 if await self._ask(replica, self._body(body, replica, there), there, tried):
                     self._count("ok")
+                    self.group.answered(replica, self._begins)
                     if self.made:
                         upstreams.remember(self.made, replica)
                     return

@@ -21,6 +21,8 @@ from edgellm.server.upstream.http1 import Origin, UpstreamError
 
 CHECK_TIMEOUT_S: Final = 3.0
 _REMEMBERED: Final = 10_000
+_STARTS: Final = (2048, 512, 128)
+"""Bytes of a prompt that count as a start two requests have in common."""
 
 
 class UpstreamSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +135,12 @@ class Replica:
             answer.close()
 
 
+def starts(prompt: bytes) -> tuple[int, ...]:
+    """Numbers for the starts of a prompt (its JSON), the longest first; the end does not count,
+    since the next turn of a conversation goes on there."""
+    return tuple(hash(prompt[:n]) for n in _STARTS if n <= len(prompt) - 2)
+
+
 class Group:
     """A model by the name clients use, and the replicas that have it."""
 
@@ -143,6 +151,8 @@ class Group:
         self._max_waiting = max_waiting
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        self._warm: OrderedDict[int, Replica] = OrderedDict()
+        """Who last answered a prompt with this start: it holds the cache of it."""
 
     @property
     def is_up(self) -> bool:
@@ -157,10 +167,14 @@ class Group:
         return sum(replica.in_flight for replica, _ in self.members)
 
     async def take(
-        self, priority: Priority, tried: Sequence[Replica], only: Replica | None = None
+        self,
+        priority: Priority,
+        tried: Sequence[Replica],
+        only: Replica | None = None,
+        begins: Sequence[int] = (),
     ) -> tuple[Replica, str]:
         """The replica for a request (``only`` that one), counted as one more open there; waits for
-        room.
+        room. ``begins``: what :func:`starts` says of its prompt.
 
         Raises Problem 503 when every replica that was not tried is down, QueueFullError.
         """
@@ -172,12 +186,24 @@ class Group:
                 raise self._down()
             free = [m for m in usable if m[0].has_room]
             if free:
-                # The fewest open requests; among equals the one that had the fewest so far.
-                chosen = min(free, key=lambda m: (m[0].in_flight, m[0].n_requests))
+                # The fewest open requests; among equals the one that has the prompt's start in its
+                # cache, else the one that had the fewest so far.
+                warm = next((self._warm[start] for start in begins if start in self._warm), None)
+                chosen = min(
+                    free, key=lambda m: (m[0].in_flight, m[0] is not warm, m[0].n_requests)
+                )
                 chosen[0].in_flight += 1
                 chosen[0].n_requests += 1
                 return chosen
             await self._wait(priority)
+
+    def answered(self, replica: Replica, begins: Sequence[int]) -> None:
+        """``replica`` has a prompt with these starts in its cache now."""
+        for start in begins:
+            self._warm[start] = replica
+            self._warm.move_to_end(start)
+        while len(self._warm) > _REMEMBERED:
+            self._warm.popitem(last=False)
 
     def _down(self) -> Problem:
         said = "; ".join(r.error for r, _ in self.members if r.error) or "all of them failed"

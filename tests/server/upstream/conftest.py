@@ -1,8 +1,13 @@
-"""Every fixture of the server's tests, with another edgellm between the client and the engine."""
+"""Every fixture of the server's tests, with another edgellm between the client and the engine.
+
+TEST_UPSTREAMS (URLs, separated by commas) puts the front before servers that run already, and
+TEST_DIRECT (one URL) asks such a server itself: benchmarks/upstream.py --sdk compares the two.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -44,6 +49,28 @@ class Front(Running):
         await serve(self.server, bind, sockets=open_sockets(bind), on_ready=ready)
 
 
+class Direct(Running):
+    """A server that somebody else runs."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def others() -> Running | None:
+    """What the environment asks for in place of servers of this test's own."""
+    if url := os.environ.get("TEST_DIRECT"):
+        return Direct(url)
+    urls = os.environ.get("TEST_UPSTREAMS")
+    return Front([f"starter={url}" for url in urls.split(",")]) if urls else None
+
+
 @pytest.fixture(scope="session")
 def behind() -> Iterator[Running]:
     with Running() as running:
@@ -51,13 +78,25 @@ def behind() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def scripted(behind: Running) -> Iterator[Running]:
-    with Front([behind.url]) as front:
+def scripted(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """Two edgellms behind."""
+    asked = others()
+    if asked is not None:
+        with asked as running:
+            yield running
+        return
+    behind: Running = request.getfixturevalue("behind")
+    with Running() as second, Front([behind.url, second.url]) as front:
         yield front
 
 
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Running]:
+    asked = others()
+    if asked is not None:
+        with asked as running:
+            yield running
+        return
     options = Options(log_requests=False, sampling=SamplingParams(temperature=0.0, seed=1))
     real = Running(specs=(STARTER,), backend="llama", engine=EngineOptions(), options=options)
     with real as running, Front([running.url + "/v1"]) as front:

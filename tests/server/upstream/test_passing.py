@@ -163,6 +163,23 @@ def test_requests_are_spread_over_the_replicas_of_a_model(
     assert (len(one.bodies), len(two.bodies)) == (4, 4)
 
 
+def test_a_conversation_goes_on_where_its_cache_is_when_that_server_is_no_busier(
+    fake: Callable[..., Fake], front: Callable[..., Front]
+) -> None:
+    one, two = fake(), fake()
+    running = front(one.url, two.url)
+    turns = [{"role": "user", "content": f"{who} " * 40} for who in ("a", "b")]
+    said = {"role": "assistant", "content": "x"}
+    for turn in turns:
+        post(running, messages=[turn])
+    for n in range(1, 4):
+        for turn in turns:
+            post(running, messages=[turn, *[said, turn] * n])
+    for server in (one, two):
+        assert len(server.bodies) == 4
+        assert len({b["messages"][0]["content"] for b in server.bodies}) == 1
+
+
 @pytest.mark.parametrize("behave", [hang_up, refuse, only_comment])
 def test_a_request_that_was_not_answered_is_asked_of_another(
     behave: Any, fake: Callable[..., Fake], front: Callable[..., Front]
