@@ -21,7 +21,9 @@ WHEEL_INDEX: Final = "https://abetlen.github.io/llama-cpp-python/whl"
 CUDA_WHEELS: Final = ((13, 2), (13, 0), (12, 5), (12, 4), (12, 3), (12, 2), (12, 1), (11, 8))
 # CUDA 13 ended support for cards older than Turing (compute capability 7.5).
 OLDEST_FOR_CUDA_13: Final = (7, 5)
-WHEEL_PYTHONS: Final = ((3, 10), (3, 11), (3, 12))
+# The wheels are tagged py3-none (the engine's pyproject.toml, wheel.py-api): any Python takes them.
+# Backend -> processors that have one.
+WHEEL_ARCHES: Final = {"cpu": ("x86_64", "AMD64", "arm64", "aarch64")}
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +162,7 @@ def recipe(machine: Machine, backend: str | None = None) -> Recipe:
 
 def wheel_index(machine: Machine, backend: str) -> str | None:
     """The index that may hold a prebuilt wheel for this machine, or None when it cannot."""
-    if machine.python not in WHEEL_PYTHONS or machine.arch not in ("x86_64", "AMD64", "arm64"):
+    if machine.arch not in WHEEL_ARCHES.get(backend, ("x86_64", "AMD64", "arm64")):
         return None
     if backend == "cuda":
         tag = _cuda_tag(machine)

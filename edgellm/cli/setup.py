@@ -96,7 +96,7 @@ def _route(chosen: Recipe, *, prebuilt: bool, build: bool, yes: bool) -> Route:
     if prebuilt:
         if chosen.wheel_index is None:
             raise UsageError(
-                f"no prebuilt engine for {chosen.backend} on this Python and system",
+                f"no prebuilt engine for {chosen.backend} on this system",
                 hint="edgellm setup --build",
             )
         return "wheel"

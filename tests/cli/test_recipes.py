@@ -104,8 +104,10 @@ def test_the_prebuilt_cuda_suits_driver_and_card(
     assert wheel_index(machine, "cuda") == expected
 
 
-def test_no_prebuilt_wheel_for_a_python_without_one() -> None:
-    assert wheel_index(linux(python=(3, 13)), "cpu") is None
+def test_prebuilt_wheels_are_for_any_python_and_few_processors() -> None:
+    assert wheel_index(linux(python=(3, 13)), "cpu") is not None
+    assert wheel_index(linux(arch="aarch64"), "cpu") is not None
+    assert wheel_index(with_nvidia(arch="aarch64"), "cuda") is None
     assert wheel_index(linux(arch="riscv64"), "cpu") is None
     assert wheel_index(linux(), "metal") is None
 
