@@ -40,8 +40,9 @@ from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.errors import EdgeLLMError, EngineError
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
+from edgellm.planner import observed
 from edgellm.planner.fit import make_plan
-from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.planner.plan import LoadReport, Plan, PlanRequest
 from edgellm.request import Request, SamplingParams, TokenEvent
 from edgellm.units import GiB, MiB
 
@@ -265,6 +266,7 @@ async def run_pair(card: int, name: str, path: Path, args: argparse.Namespace) -
             own, report = await time_plan(plan, "edgellm", filled=True)
         except EdgeLLMError as error:
             own, report = Trial("edgellm", None, None, error=error.message[-160:]), {}
+        learned = await later_load(shape, plan, report, args.ctx) if report else None
         peer = time_llama_server(args.llama_server, path, plan, args.out / f"{card}-{name}.log")
         sweep = []
         if args.sweep:
@@ -278,9 +280,33 @@ async def run_pair(card: int, name: str, path: Path, args: argparse.Namespace) -
         "plan": plan.to_json(),
         "report": report,
         "edgellm": msgspec.to_builtins(own),
+        "learned": msgspec.to_builtins(learned),
         "llama_server": msgspec.to_builtins(peer),
         "sweep": [msgspec.to_builtins(trial) for trial in sweep],
     }
+
+
+async def later_load(
+    shape: ModelShape, plan: Plan, report: dict[str, Any], n_ctx: int
+) -> Trial | None:
+    """The plan once the card is known: as many loads as it takes to learn its margin, then a new
+    plan. None when that is the plan there was."""
+    request = PlanRequest(n_ctx=n_ctx)
+    seen = observed.observe(plan, msgspec.convert(report, LoadReport))
+    known = tuple(msgspec.structs.replace(x, n_loads=observed.TRUSTED) for x in seen)
+    expected = make_plan(shape, devices.probe(), msgspec.structs.replace(request, observed=known))
+    if expected.params == plan.params:
+        return None
+    for _ in range(observed.TRUSTED - 1):
+        engine = await Engine.load(plan, options=EngineOptions(restart=False))
+        seen = observed.merged(seen, observed.observe(plan, engine.report))
+        await engine.close()
+    learned = make_plan(shape, devices.probe(), msgspec.structs.replace(request, observed=seen))
+    try:
+        trial, _ = await time_plan(learned, f"edgellm, load {observed.TRUSTED + 1}", filled=True)
+    except EdgeLLMError as error:
+        return Trial("edgellm, learned", None, None, error=error.message[-160:])
+    return trial
 
 
 def make_room(folder: Path, needed: int = 24 * GiB) -> None:
@@ -293,14 +319,15 @@ def make_room(folder: Path, needed: int = 24 * GiB) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     head = (
-        "GiB", "model", "verdict", "edgellm layers", "decode", "predicted", "prefill",
+        "GiB", "model", "verdict", "edgellm layers", "decode", "predicted", "prefill", "learned",
         "llama-server layers", "decode", "prefill", "decode ratio", "best of the sweep",
     )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         own, peer = row["edgellm"], row["llama_server"]
+        learned = row.get("learned") or own
         best = max(
-            (t for t in (own, *row["sweep"]) if t["decode_tps"]),
+            (t for t in (own, learned, *row["sweep"]) if t["decode_tps"]),
             key=lambda t: t["decode_tps"],
             default=own,
         )
@@ -309,12 +336,20 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["card_gib"], row["model"], row["plan"]["verdict"],
             f"{own['n_gpu_layers']} {own['detail']}{own['error']}", tps(own["decode_tps"]),
             tps(row["plan"]["speed"]["decode_tps"]), tps(own["prefill_tps"]),
+            learned_cell(row),
             f"{peer['n_gpu_layers']}{peer['error']}", tps(peer["decode_tps"]),
             tps(peer["prefill_tps"]), "" if ratio is None else f"{ratio:.2f}x",
             f"{best['name']} {tps(best['decode_tps'])}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def learned_cell(row: dict[str, Any]) -> str:
+    trial = row.get("learned")
+    if trial is None:
+        return "the same"
+    return f"{trial['n_gpu_layers']} {trial['detail']}{trial['error']}: {tps(trial['decode_tps'])}"
 
 
 def tps(value: float | None) -> str:
