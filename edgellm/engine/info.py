@@ -54,7 +54,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait; one more is answered with QueueFullError."""
     itl_target_s: float | None = None
     """No step that carries running streams should last longer; None: ``itl_factor`` decides."""
-    itl_factor: float = 2.2
+    itl_factor: float = 2.5
     """A step with a prefill chunk may last this many times a step without one."""
     aging_s: float = 15.0
     """Waiting this long raises a request by one priority."""

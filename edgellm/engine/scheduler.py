@@ -109,6 +109,9 @@ class Scheduler:
         self._ops: list[Op] = []
         self._order = 0
         self._budget = min(options.step_budget or limits.n_batch, limits.n_batch)
+        self._free = 0
+        """Cells that the step being planned has not given out yet."""
+        self._seen_preemptions = 0
 
     # -- the queue ---------------------------------------------------------------------------
 
@@ -172,49 +175,56 @@ class Scheduler:
         """Decide the next step. What it holds counts as computed once ``computed`` is called."""
         self._admit(now)
         finished: list[Sequence] = []
-        work = self._fill(now, finished)
+        work, n_decode = self._fill(now, finished)
         n_tokens = sum(w.n + len(w.draft) for w in work)
-        n_prefill = sum(w.n for w in work if not w.seq.is_decoding)
         ops, self._ops = self._ops, []
-        return Step(ops, work, n_tokens, n_prefill, finished)
+        return Step(ops, work, n_tokens, n_tokens - n_decode, finished)
 
-    def _fill(self, now: float, finished: list[Sequence]) -> list[Work]:
+    def _fill(self, now: float, finished: list[Sequence]) -> tuple[list[Work], int]:
+        """The step's work, decodes first, and how many tokens of it are decodes and guesses."""
         work: list[Work] = []
         budget, outputs = self._budget, self.limits.n_outputs_max
-        decoding = [s for s in self.running if s.is_decoding]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for seq in self.running:
+            (decoding if seq.is_decoding else prefilling).append(seq)
+        self._free = self.limits.n_cells - self.n_cells_used
         for seq in decoding:
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
                 continue
-            if not self._make_room(1, seq, work, finished):
+            if self._free < 1 and not self._make_room(1, seq, work, finished):
                 continue
-            draft = self._draft(seq, min(budget, outputs) - 1)
+            draft = self._draft(seq, min(budget, outputs) - 1) if seq.draft else ()
             n_out = 1 + len(draft)
             work.append(Work(seq, seq.n_computed, 1, n_out, draft))
+            self._free -= n_out
             budget -= n_out
             outputs -= n_out
-        self._fill_prefill(now, work, budget, outputs, finished)
-        return [w for w in work if w.seq.state is State.RUNNING]
+        n_first = len(work)
+        if prefilling:
+            prefilling.sort(key=lambda s: self._urgency(s, now))
+            self._fill_prefill(prefilling, work, budget, outputs, finished)
+        if self.n_preemptions != self._seen_preemptions:
+            self._seen_preemptions = self.n_preemptions
+            n_first = sum(w.seq.state is State.RUNNING for w in work[:n_first])
+            work = [w for w in work if w.seq.state is State.RUNNING]
+        return work, sum(w.n_out for w in work[:n_first])
 
     def _draft(self, seq: Sequence, room: int) -> tuple[int, ...]:
-        if not seq.draft or room <= 0:
-            return ()
+        """As many of the sequence's guesses as rows, its length and the free cells allow."""
         wanted = seq.max_output - seq.n_output - 1
         n = min(len(seq.draft), room, wanted, self.limits.n_ctx_seq - len(seq.tokens) - 1)
-        free = (self.limits.n_cells - self.n_cells_used) // max(1, len(self.running)) - 1
+        free = self._free // max(1, len(self.running)) - 1
         return tuple(seq.draft[: max(0, min(n, free))])
 
     def _fill_prefill(
         self,
-        now: float,
+        prefilling: list[Sequence],
         work: list[Work],
         budget: int,
         outputs: int,
         finished: list[Sequence],
     ) -> None:
-        prefilling = [s for s in self.running if not s.is_decoding]
-        if not prefilling:
-            return
-        prefilling.sort(key=lambda s: self._urgency(s, now))
         budget = min(budget, self._chunk(prefilling, work))
         for seq in prefilling:
             if budget <= 0 or seq.state is not State.RUNNING:
@@ -225,9 +235,10 @@ class Scheduler:
             n_out = self._outputs_of(seq, n, is_last=is_last)
             if n_out > outputs:
                 n, n_out = self._shrink_outputs(seq, n, outputs)
-            if n <= 0 or not self._make_room(n, seq, work, finished):
+            if n <= 0 or (self._free < n and not self._make_room(n, seq, work, finished)):
                 continue
             work.append(Work(seq, seq.n_computed, n, n_out))
+            self._free -= n
             budget -= n
             outputs -= n_out
 
@@ -436,20 +447,18 @@ class Scheduler:
 
     def _make_room(self, n: int, seq: Sequence, work: list[Work], finished: list[Sequence]) -> bool:
         """Free cells for n tokens of ``seq``: retained prefixes first, then less urgent streams."""
-        taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
-        while self.limits.n_cells - self.n_cells_used - taken < n:
-            if self._evict():
-                continue
-            victim = self._victim()
-            if victim is None or (victim is seq and len(self.running) == 1):
-                if self._evict(pinned=True):
-                    continue
-                finished.append(seq)
-                return False
-            self.preempt(victim, None)
-            if victim is seq:
-                return False
+        while self._free < n:
+            if not self._evict():
+                victim = self._victim()
+                if victim is not None and (victim is not seq or len(self.running) > 1):
+                    self.preempt(victim, None)
+                    if victim is seq:
+                        return False
+                elif not self._evict(pinned=True):
+                    finished.append(seq)
+                    return False
             taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
+            self._free = self.limits.n_cells - self.n_cells_used - taken
         return True
 
     def _evict(self, *, pinned: bool = False) -> bool:

@@ -105,6 +105,15 @@ def test_candidates_read_at_once_give_the_tokens_of_the_librarys_own_sampling(
             attached.free_sampler(sampler)
 
 
+@pytest.mark.model
+def test_sequences_with_cells_of_their_own_all_stay_usable() -> None:
+    plan = starter_plan(n_seq_max=4, kv_unified=False, n_ctx_seq=512)
+    options = EngineOptions(warmup=False, attach_top_k=64)
+    backend = llama.load(plan, options, lambda progress: None)
+    assert (backend.limits.attached_top_k, backend.limits.slot_ids) == (0, (0, 1, 2, 3))
+    backend.close()
+
+
 def narrow_params(numbers: random.Random) -> SamplingParams:
     """Parameters that 64 candidates decide."""
     while needs_all_logits(params := random_params(numbers), 64):

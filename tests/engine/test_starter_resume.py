@@ -83,3 +83,21 @@ async def test_the_guesses_of_a_model_that_knows_nothing_change_no_token(tmp_pat
         assert stats.drafted_tokens > 0
     finally:
         await engine.close()
+
+
+async def test_a_pinned_prefix_read_from_disk_after_a_restart_changes_no_token(
+    tmp_path: Path,
+) -> None:
+    options = EngineOptions(pin_dir=str(tmp_path))
+    for n_cached in (0, 100):
+        engine = await Engine.load(starter_plan(), options=options)
+        try:
+            prompt = LONG + SURE[0]
+            r = request(prompt, max_tokens=20, pin_prefix=True, n_keep=120)
+            events = await collect(engine, r)
+            assert ids(events) == library_greedy(prompt, 20)
+            usage = events[-1].usage
+            assert usage is not None
+            assert (usage.n_cached >= n_cached) and (n_cached or usage.n_cached == 0)
+        finally:
+            await engine.close()

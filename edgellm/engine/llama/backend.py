@@ -90,7 +90,7 @@ class LlamaBackend:
     def _make_context(self) -> Any:
         self._on_progress(LoadProgress(stage="context", fraction=0.0))
         p, options = self._plan.params, self._options
-        n_seq = max([*self.limits.slot_ids, *self.limits.plain_ids, p.n_seq_max - 1]) + 1
+        n_seq = len(self.limits.slot_ids) + len(self.limits.plain_ids)
         p = msgspec.structs.replace(
             p, n_seq_max=n_seq, n_outputs_max=n_outputs(self._plan, options, n_seq)
         )

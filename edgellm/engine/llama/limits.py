@@ -31,14 +31,17 @@ def _sharing(plan: Plan, model: Any) -> str:
 
 def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str) -> int:
     p = plan.params
-    if p.embeddings or p.split_mode == "tensor":  # llama_context::set_sampler refuses it
+    # What needs all logits runs in sequences beside the attached ones; where sequences have cells
+    # of their own these would cost memory, or stand idle.
+    if sharing != "cells" or p.embeddings:
+        return 0
+    if p.split_mode == "tensor":  # llama_context::set_sampler refuses it
         return 0
     if p.n_outputs_max > 2 * p.n_seq_max:  # a vocabulary on the GPU for each output: 0.5 GiB
         return 0
     if options.attach_top_k is not None:
         return options.attach_top_k
-    # Where sequences have cells of their own, plain ones beside them would cost memory.
-    return ATTACHED_TOP_K if is_on_gpu(plan) and sharing == "cells" else 0
+    return ATTACHED_TOP_K if is_on_gpu(plan) else 0
 
 
 def n_outputs(plan: Plan, options: EngineOptions, n_seq: int) -> int:
@@ -54,17 +57,8 @@ def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
     n = p.n_seq_max
     sharing = _sharing(plan, model)
     top_k = _attached_top_k(plan, options, sharing)
-    slots: tuple[int, ...] = tuple(range(n))
-    plain: tuple[int, ...] = ()
-    if top_k and sharing == "cells":
-        # More sequences cost a shared full cache nothing; window and recurrent caches a copy.
-        plain = tuple(range(n, min(n + min(n, options.n_plain), MAX_SEQ)))
-    elif top_k and n > 1:
-        n_plain = min(options.n_plain, n // 2)
-        slots, plain = slots[: n - n_plain], slots[n - n_plain :]
-    elif top_k:
-        top_k = 0
-    first = n + len(plain)
+    n_plain = min(n, options.n_plain, MAX_SEQ - n) if top_k else 0
+    first = n + n_plain
     return Limits(
         n_cells=p.n_ctx,
         n_ctx_seq=p.n_ctx_seq,
@@ -73,8 +67,8 @@ def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
         n_prefill=min(p.n_batch, p.n_ubatch * max(1, len(p.tensor_split))),
         n_running=n,
         n_outputs_max=n_outputs(plan, options, n),
-        slot_ids=slots,
-        plain_ids=plain,
+        slot_ids=tuple(range(n)),
+        plain_ids=tuple(range(n, first)),
         retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
         retain_cells=_retain_cells(plan),
         sharing=sharing,
