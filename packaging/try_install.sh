@@ -86,6 +86,8 @@ for _ in $(seq 50); do
 done
 port=$(sed -n 's/.* port \([0-9]*\).*/\1/p' served)
 expect 0 'pull from an address' 'SmolLM2' edgellm pull "http://127.0.0.1:$port/SmolLM2-135M-Instruct.Q4_1.gguf"
+kill "$server"
+server=
 expect 0 'ls lists both' 'starter' edgellm ls
 expect 0 'verify' '' edgellm verify
 path=$full cache=$export_cache
