@@ -378,6 +378,8 @@ class Loop:
                 self.scheduler.reject(seq)
                 break
             self.scheduler.accepted(seq, array("i", [token]))
+        if seq.spec is not None:
+            seq.spec.learn(len(w.draft), n - 1)
         seq.n_drafted += len(w.draft)
         seq.n_accepted += n - 1
         self.meter.drafted_tokens += len(w.draft)
