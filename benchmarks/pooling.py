@@ -2,8 +2,9 @@
 
     sudo python benchmarks/pooling.py [--rate 1gbit] [--delay 0.5ms] [--json FILE]
 
-Needs root (namespaces, tc netem). Everything it makes is removed again. It exits with 1 when a
-check fails: the same greedy text as on one machine, measured bytes beside the plan's, a killed
+Needs root (namespaces, tc). Where the kernel has no netem, tc limits the rate and slow_link.py, in
+each worker's namespace, adds the delay. Everything it makes is removed again. It exits with 1 when
+a check fails: the same greedy text as on one machine, measured bytes beside the plan's, a killed
 worker that costs only the running requests, and a cut link that is noticed within 5 seconds.
 """
 
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from edgellm.workers import Pool
 PROMPT = "The capital of France is"
 PORT = 50052
 NOTICED_S = 5.0
+SLOW_LINK = Path(__file__).with_name("slow_link.py")
 
 
 def say(text: str) -> None:
@@ -65,6 +68,8 @@ class Place:
         self.inside("ip", "addr", "add", f"{self.address}/24", "dev", self.inner)
         self.inside("ip", "link", "set", self.inner, "up")
         self.inside("ip", "link", "set", "lo", "up")
+        self.delay = ""
+        """What a process in front of the worker has to add; empty: the kernel does."""
         self.shape = self._shape(rate, delay)
 
     def inside(self, *words: str) -> None:
@@ -80,7 +85,10 @@ class Place:
                 self.inside("tc", "qdisc", "add", "dev", self.inner, "root", *shape)
             except subprocess.CalledProcessError:
                 continue
-            return " ".join(shape)
+            if shape is bucket:
+                self.delay = delay
+            return " ".join(shape) + (f", {delay} by slow_link.py" if self.delay else "")
+        self.delay = delay
         return "not shaped: this kernel has neither netem nor tbf"
 
     def cut(self) -> None:
@@ -95,18 +103,33 @@ class Place:
 @contextmanager
 def worker(place: Place, memory: str) -> Iterator[subprocess.Popen[str]]:
     """An ``edgellm worker`` there."""
-    command = ["ip", "netns", "exec", place.name, sys.executable, "-m", "edgellm", "worker"]
-    command += ["--host", place.address, "--memory", memory, "--no-cache", "--json"]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
+    there = "127.0.0.1" if place.delay else place.address
+    with ExitStack() as stack:
+        options = ["--host", there, "--memory", memory, "--no-cache", "--json"]
+        started = inside(place, ["-m", "edgellm", "worker", *options])
+        stack.callback(end, started)
         if started.stdout is None or not started.stdout.readline():
             raise SystemExit("a worker did not start")
+        if place.delay:
+            ends = [f"{place.address}:{PORT}", f"{there}:{PORT}"]
+            slow = inside(place, [str(SLOW_LINK), *ends, "--delay", place.delay])
+            stack.callback(end, slow)
+            if slow.stdout is None or not slow.stdout.readline():
+                raise SystemExit("a link did not start")
         yield started
-    finally:
-        started.terminate()
-        started.wait()
+
+
+def inside(place: Place, words: list[str]) -> subprocess.Popen[str]:
+    """A Python program in that namespace."""
+    command = ["ip", "netns", "exec", place.name, sys.executable, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def plan_of(pool: Pool, settings: Settings, request: PlanRequest) -> Plan:

@@ -109,6 +109,10 @@ class Connection:
     ) -> None:
         self._socket.close()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """For answers from now on."""
+        self._socket.settimeout(seconds)
+
     def tell(self, command: int, *parts: bytes) -> None:
         """Send a command that has no answer."""
         size = sum(map(len, parts))

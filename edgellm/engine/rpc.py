@@ -20,9 +20,12 @@ from typing import Any, Final
 
 from edgellm.engine.build import library_folder, open_library
 from edgellm.errors import EngineError
+from edgellm.workers import Connection, WorkerBusyError
 
 NOTICE_S: Final = 3
 """Seconds after which a worker that no longer answers the network counts as lost."""
+BUSY_S: Final = 15
+"""Seconds that a worker may take to answer a new client."""
 LOST: Final = "edgellm: lost the worker "
 _LOOK_S: Final = 0.5
 _HIGHEST_FD: Final = 512
@@ -78,12 +81,11 @@ def register(endpoints: Sequence[str]) -> dict[str, str]:
 
 
 def _reach(endpoint: str) -> None:
-    error = _reaching_fails(endpoint, NOTICE_S)
-    if error is not None:
-        raise EngineError(
-            f"the worker {endpoint} does not answer: {error}",
-            hint="edgellm worker, on that machine",
-        )
+    """Raise EngineError unless a worker answers there. One whose last client has just died may
+    have to finish what it computes for it first."""
+    with Connection(endpoint, NOTICE_S) as link:
+        link.wait_at_most(BUSY_S)
+        link.hello()
 
 
 def connections(endpoints: Sequence[str]) -> Iterator[tuple[str, socket.socket]]:
@@ -193,14 +195,17 @@ def lost_worker(log: Sequence[str]) -> str | None:
 
 
 def unreachable(endpoints: Sequence[str], timeout_s: float = 1.0) -> tuple[str, ...]:
-    """The workers that take no connection. Blocks up to ``timeout_s`` for each."""
-    return tuple(e for e in endpoints if _reaching_fails(e, timeout_s) is not None)
+    """The workers that are not there: nobody takes the connection, or what takes it (a tunnel) has
+    no worker behind it. One that is busy is there. Blocks up to ``timeout_s`` for each."""
+    return tuple(e for e in endpoints if not _is_there(e, timeout_s))
 
 
-def _reaching_fails(endpoint: str, timeout_s: float) -> OSError | None:
-    host, _, port = endpoint.rpartition(":")
+def _is_there(endpoint: str, timeout_s: float) -> bool:
     try:
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        return error
-    return None
+        with Connection(endpoint, timeout_s) as link:
+            link.hello()
+    except WorkerBusyError:
+        return True
+    except EngineError:
+        return False
+    return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from edgellm.engine.build import BuildDevice
 from edgellm.engine.client import Engine
-from edgellm.engine.rpc import LOST, connections, is_lost, lost_worker
+from edgellm.engine.rpc import LOST, connections, is_lost, lost_worker, unreachable
 from edgellm.engine.rpc_server import ServeJob, choose, free_endpoint, memory_function, start
 from edgellm.errors import EngineDeadError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
@@ -145,6 +147,25 @@ async def test_a_worker_lost_between_plan_and_load_is_planned_without(
 async def test_a_worker_that_is_not_there_is_named_in_the_error() -> None:
     with pytest.raises(EngineError, match=r"the worker 127\.0\.0\.1:9 does not answer"):
         await Engine.load(pooled_plan(["127.0.0.1:9"]))
+
+
+def test_a_tunnel_with_nobody_behind_it_is_no_worker() -> None:
+    """ssh -L takes connections for a worker that is gone, and closes them."""
+
+    def hang_up(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tunnel,
+        socket.create_server(("127.0.0.1", 0)) as busy,
+    ):
+        threading.Thread(target=hang_up, args=(tunnel,), daemon=True).start()
+        gone, there = (f"127.0.0.1:{s.getsockname()[1]}" for s in (tunnel, busy))
+        # The kernel takes the connection to the busy one, as it does for a worker that computes.
+        assert unreachable((gone, there), timeout_s=0.3) == (gone,)
+        tunnel.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_worker_tells_of_no_more_memory_than_its_limit() -> None:
