@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import secrets
 import sys
@@ -28,6 +29,7 @@ from edgellm.server.access import Policy
 from edgellm.server.app import App
 from edgellm.server.core import Limits, Options, Server
 from edgellm.server.inside import Reply, post
+from edgellm.store.locks import locked
 from edgellm.units import GiB
 
 URLS: Final = frozenset(
@@ -115,12 +117,13 @@ def batch(
     }
     settings = with_parallel(config.load(flags).settings)
     n_lines = check_input(requests)
-    check_output(output, requests)
-    done = resume(output)
-    tally = Tally(n_lines, len(done))
-    at_once = concurrency or 2 * (settings.plan.parallel or 1)
-    if tally.n_before < n_lines:
-        asyncio.run(_run(requests, output, done, tally, _Plan(settings, model, at_once)))
+    with alone(output):
+        check_output(output, requests)
+        done = resume(output)
+        tally = Tally(n_lines, len(done))
+        at_once = concurrency or 2 * (settings.plan.parallel or 1)
+        if tally.n_before < n_lines:
+            asyncio.run(_run(requests, output, done, tally, _Plan(settings, model, at_once)))
     _report(tally, output, as_json=json)
     return FAILED if tally.n_failed else None
 
@@ -175,6 +178,22 @@ def parse(data: bytes, where: str) -> Line:
             hint=f"POST to one of {', '.join(sorted(URLS))}",
         )
     return line
+
+
+@contextlib.contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """Hold the output as the only batch of this machine that writes it; UsageError when another
+    does: both would do every line."""
+
+    def refuse() -> None:
+        raise UsageError(
+            f"another batch is writing {output}", hint="wait for it, or give -o another file"
+        )
+
+    real = os.fsencode(os.path.realpath(output))
+    name = f"batch-{hashlib.sha256(real).hexdigest()[:16]}.lock"
+    with locked(paths.runtime_dir() / name, on_wait=refuse):
+        yield
 
 
 def check_output(output: Path, requests: Path) -> None:

@@ -17,7 +17,8 @@ from edgellm.server.core import Server
 from edgellm.server.errors import Problem, anthropic_body, openai_body, problem
 from edgellm.server.http import JSON, Call, Receive, Scope, Send, encode
 from edgellm.server.log import log_request
-from edgellm.server.routes import PARAMETER_ROUTES, ROUTES, Route
+from edgellm.server.route import Route
+from edgellm.server.routes import PARAMETER_ROUTES, ROUTES
 from edgellm.server.upstream.passing import forward
 
 Handler = Callable[[Server, Call], Awaitable[None]]

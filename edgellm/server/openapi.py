@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from edgellm import __version__
-from edgellm.server.routes import ALL, Route
+from edgellm.server.route import Route
 
 _ERROR: Final = {
     "type": "object",
@@ -33,15 +33,15 @@ _STREAMS: Final = frozenset(
 
 
 @cache
-def document() -> bytes:
-    """The document as JSON."""
-    bodies = sorted({r.body for r in ALL if r.body is not None}, key=lambda b: b.__qualname__)
+def document(routes: tuple[Route, ...]) -> bytes:
+    """The document of these routes as JSON."""
+    bodies = sorted({r.body for r in routes if r.body is not None}, key=lambda b: b.__qualname__)
     refs, components = msgspec.json.schema_components(
         bodies, ref_template="#/components/schemas/{name}"
     )
     by_body = dict(zip(bodies, refs, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for route in ALL:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_body)
     built = {
         "openapi": "3.1.0",

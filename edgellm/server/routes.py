@@ -5,10 +5,7 @@ The OpenAPI document is made from this table, so nothing is served that it does 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
-
-import msgspec
 
 from edgellm.server.core import Server
 from edgellm.server.endpoints import (
@@ -25,43 +22,16 @@ from edgellm.server.endpoints import (
     text,
 )
 from edgellm.server.http import Call
+from edgellm.server.openapi import document
+from edgellm.server.route import Handler, Route
 from edgellm.server.wire import anthropic, openai
 from edgellm.server.wire import native as native_wire
 from edgellm.server.wire import responses as responses_wire
 
-Handler = Callable[[Server, Call], Awaitable[None]]
 
-
-class Route(msgspec.Struct, frozen=True):
-    """One endpoint. ``{name}`` in a path takes one or more segments."""
-
-    method: str
-    path: str
-    handler: Handler
-    about: str
-    body: Any = None
-    tag: str = "OpenAI"
-    answer: str = "application/json"
-
-    def matches(self, path: str) -> bool:
-        """Whether a path with a parameter is this route's."""
-        before, after = _ends(self.path)
-        return (
-            path.startswith(before)
-            and path.endswith(after)
-            and len(path) > len(before) + len(after)
-        )
-
-
-def parameter(route_path: str, path: str) -> str:
-    """What stands in a path where its route has ``{...}``."""
-    before, after = _ends(route_path)
-    return path[len(before) : len(path) - len(after)]
-
-
-def _ends(path: str) -> tuple[str, str]:
-    before, _, rest = path.partition("{")
-    return before, rest.partition("}")[2]
+async def _openapi(_: Server, call: Call) -> None:
+    """The OpenAPI 3.1 document."""
+    await call.reply(document(ALL))
 
 
 def _all() -> list[Route]:
@@ -176,6 +146,8 @@ def _operations() -> list[Route]:
     return [
         Route("GET", "/health", ops.health, "Whether the engines answer.", None, tag),
         Route("GET", "/v1/health", ops.health, "Whether the engines answer.", None, tag),
+        Route("GET", "/ping", ops.health, "Whether the engines answer.", None, tag),
+        Route("GET", "/version", ops.version, "This program's version.", None, tag),
         Route("GET", "/metrics", ops.metrics, "For Prometheus.", None, tag, plain),
         Route("GET", "/v1/edgellm/stats", ops.stats, "Engines and requests now.", None, tag),
         Route("GET", "/v1/edgellm/plan", ops.plans, "The plans of the loaded models.", None, tag),
@@ -184,7 +156,7 @@ def _operations() -> list[Route]:
         Route("POST", "/v1/edgellm/unload", admin.unload, "Unload a model.", w.ModelBody, tag),
         Route("POST", "/v1/edgellm/cancel", admin.cancel, "End a request.", w.CancelBody, tag),
         Route("POST", "/v1/edgellm/stop", admin.stop, "Drain and stop.", None, tag),
-        Route("GET", "/openapi.json", ops.openapi, "This API's description.", None, tag),
+        Route("GET", "/openapi.json", _openapi, "This API's description.", None, tag),
         Route("GET", "/docs", ops.docs, "This API's description, to read.", None, tag, html),
         Route("GET", "/", ops.home, "A page that says what runs here.", None, tag, html),
     ]

@@ -15,7 +15,7 @@ import pytest
 
 from edgellm.cli import errors
 from edgellm.cli.app import main
-from edgellm.cli.batch import resume
+from edgellm.cli.batch import alone, resume
 
 RUN = ["-m", "starter", "--engine", "scripted", "--ctx", "4096"]
 
@@ -50,6 +50,18 @@ def test_every_line_is_answered_in_openais_shape(
     assert found[0]["response"]["request_id"]
     assert found[0]["response"]["body"]["choices"][0]["text"]
     assert "20 answered, 0 failed" in capsys.readouterr().out
+
+
+def test_two_batches_never_write_one_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_requests(source, 2)
+    with alone(out):
+        assert main(["batch", str(source), "-o", str(out), *RUN]) == errors.USAGE
+    assert f"another batch is writing {out}" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["batch", str(source), "-o", str(out), *RUN]) == errors.DONE
 
 
 def test_a_bad_body_is_an_answer_of_its_own_and_the_exit_code_says_so(tmp_path: Path) -> None:
