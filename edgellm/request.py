@@ -195,6 +195,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: bool = True
     """Share the longest cached prefix, and leave this one behind for the next request."""
     pin_prefix: bool = False
+    wants_progress: bool = False
+    """Send events while the prompt is read."""
     model: str = ""
     client: str = ""
     """Who asked, for the list of running requests (a key's name or an address)."""
@@ -227,6 +229,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     n_accepted: int = 0
     n_slid: int = 0
     """Tokens dropped by a sliding context."""
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a prompt has been read."""
+
+    n_prompt: int
+    n_cached: int
+    n_computed: int
+    """Cached ones included; the first event has just those."""
+    seconds: float
+    """Since its first step began."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +275,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
     warning: str | None = None
+    progress: Progress | None = None
+    """Alone in its event, before the first token, when the request wants progress."""
 
 
 class Pooling(str, enum.Enum):

@@ -571,6 +571,11 @@ class Engine:
         value: str = await self._call(lambda call: wire.Detokenize(call, list(ids)))
         return value
 
+    async def pieces(self, ids: list[int]) -> list[bytes]:
+        """Each token's own bytes, which may be a part of a character."""
+        value: list[bytes] = await self._call(lambda call: wire.Pieces(call, list(ids)))
+        return value
+
     async def cancel(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason cancelled."""
         self._send(wire.Cancel(request_id))

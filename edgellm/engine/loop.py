@@ -334,6 +334,7 @@ class Loop:
             spans.append(Span(w.seq.slot, w.start, tokens, w.n_out))
             if w.seq.scheduled is not None and w.start == w.seq.n_cached and not w.seq.token_times:
                 self.output.started.append(w.seq.request.id)
+                self.output.progress(w.seq, w.seq.n_cached)
                 self.meter.cached_tokens += w.seq.n_cached if w.seq.index == 0 else 0
         if self.output.started:
             # Before the step: should it end the process, the parent must know who was in it.
@@ -348,6 +349,7 @@ class Loop:
         at = 0
         for w in work:
             self.scheduler.computed(w)
+            self.output.progress(w.seq, w.seq.n_computed)
             if w.seq.request.sampling.prompt_logprobs and w.seq.n_output == 0:
                 self._read_prompt(w, at)
             if w.draft:

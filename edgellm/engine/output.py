@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from edgellm.engine.backend import Backend
@@ -9,7 +11,7 @@ from edgellm.engine.sequence import Sequence
 from edgellm.engine.wire import error_info
 from edgellm.errors import EdgeLLMError
 from edgellm.metrics import RequestTimings, request_timings
-from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from edgellm.request import FinishReason, Progress, Request, TokenEvent, TokenLogprob, Usage
 
 
 class Group:
@@ -75,6 +77,14 @@ class Output:
         if piece is None:
             piece = self._pieces[token] = self._piece(token)
         return piece
+
+    def progress(self, seq: Sequence, n_computed: int) -> None:
+        """Tell a client that wants it how far its prompt was read."""
+        if not seq.request.wants_progress or seq.token_times or seq.index:
+            return
+        seconds = time.monotonic() - (seq.scheduled or seq.arrival)
+        read = Progress(seq.n_prompt, seq.n_cached, n_computed, seconds)
+        self.events.append(TokenEvent(request_id=seq.request.id, progress=read))
 
     def token(self, seq: Sequence, token: int, now: float) -> FinishReason | None:
         """Append a chosen token, tell the client, and say whether the sequence ends with it."""

@@ -65,6 +65,13 @@ class Detokenize(msgspec.Struct, tag="detokenize"):
     ids: list[int]
 
 
+class Pieces(msgspec.Struct, tag="pieces"):
+    """Each token's own bytes, which may be a part of a character."""
+
+    call: int
+    ids: list[int]
+
+
 class Cancel(msgspec.Struct, tag="cancel"):
     request_id: str
 
@@ -82,7 +89,18 @@ class Close(msgspec.Struct, tag="close"):
 
 
 ToChild: TypeAlias = (
-    Load | DryRun | Generate | Embed | Score | Tokenize | Detokenize | Cancel | Stats | Ping | Close
+    Load
+    | DryRun
+    | Generate
+    | Embed
+    | Score
+    | Tokenize
+    | Detokenize
+    | Pieces
+    | Cancel
+    | Stats
+    | Ping
+    | Close
 )
 
 

@@ -158,6 +158,9 @@ class Reader:
         elif isinstance(message, wire.Detokenize):
             pieces = b"".join(map(backend.piece, self._checked(message.ids)))
             self._outbox.send(wire.Reply(message.call, pieces.decode("utf-8", "replace")))
+        elif isinstance(message, wire.Pieces):
+            each = [backend.piece(token) for token in self._checked(message.ids)]
+            self._outbox.send(wire.Reply(message.call, each))
         elif isinstance(message, wire.Embed):
             inputs = tuple(self._ids(text) for text in message.request.inputs)
             inbox.put(EmbedJob(message.call, message.request, inputs))

@@ -25,7 +25,9 @@ from edgellm.errors import ConfigError
 from edgellm.server.errors import Problem
 from edgellm.server.http import Call
 
-PUBLIC: Final = frozenset({"/", "/health", "/v1/health", "/openapi.json", "/docs", "/favicon.ico"})
+PUBLIC: Final = frozenset(
+    {"/", "/health", "/v1/health", "/ping", "/openapi.json", "/docs", "/favicon.ico"}
+)
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _EXPOSED: Final = b"x-request-id, request-id, retry-after, openai-processing-ms"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,11 +12,98 @@ import msgspec
 
 from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
-from edgellm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from edgellm.request import (
+    FinishReason,
+    Progress,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from edgellm.server.core import Server, View
 from edgellm.server.errors import Problem, openai_body, problem_of_info
 from edgellm.server.http import Call, encode
-from edgellm.server.wire.common import SamplingFields
+from edgellm.server.wire.common import SamplingFields, priority_of
+
+
+def engine_request(
+    server: Server,
+    call: Call,
+    view: View,
+    fields: SamplingFields,
+    *,
+    prompt: str | tuple[int, ...],
+    sampling: SamplingParams,
+    **more: Any,
+) -> Request:
+    """The engine's request for one prompt of a body; ``more`` are further fields of it."""
+    wants_progress = bool(fields.return_progress or fields.timings_per_token)
+    common: dict[str, Any] = {
+        "overflow": server.options.overflow,
+        "cache_prompt": fields.cache_prompt is not False,
+        "wants_progress": wants_progress and getattr(fields, "stream", None) is True,
+    }
+    return Request(
+        id=call.next_id(),
+        prompt=prompt,
+        sampling=sampling,
+        priority=priority_of(fields, server.options.priority),
+        model=view.name,
+        client=call.key or call.client,
+        **(common | more),
+    )
+
+
+class Pace:
+    """What a stream's chunks say of its prompt and its speed, where the client asked for it
+    (llama-server's ``return_progress`` and ``timings_per_token``)."""
+
+    __slots__ = ("_fields", "_n_output", "_read")
+
+    def __init__(self, fields: SamplingFields) -> None:
+        self._fields = fields
+        self._read: dict[str, tuple[Progress, float]] = {}
+        """By request: how far its prompt was read, and when that was."""
+        self._n_output: dict[str, int] = {}
+
+    def more(self, event: TokenEvent) -> dict[str, Any]:
+        """What the chunk of this event carries beside the usual."""
+        now, key = time.monotonic(), event.request_id
+        if event.progress is not None:
+            self._read[key] = event.progress, now
+            return self._progress(event.progress) if self._fields.return_progress else {}
+        n_output = self._n_output[key] = self._n_output.get(key, 0) + len(event.token_ids)
+        if not self._fields.timings_per_token or event.finish_reason or key not in self._read:
+            return {}
+        read, since = self._read[key]
+        usage = Usage(n_prompt=read.n_prompt, n_output=n_output, n_cached=read.n_cached)
+        so_far = RequestTimings(ttft_s=read.seconds, e2e_s=read.seconds + now - since)
+        return {"timings": timings_body(usage, so_far)}
+
+    @staticmethod
+    def _progress(read: Progress) -> dict[str, Any]:
+        """server-task.cpp, result_prompt_progress::to_json."""
+        body = {
+            "total": read.n_prompt,
+            "cache": read.n_cached,
+            "processed": read.n_computed,
+            "time_ms": round(read.seconds * 1e3),
+        }
+        return {"prompt_progress": body}
+
+
+def pace_of(fields: SamplingFields) -> Pace | None:
+    """A Pace where the client wants one, for the others nothing."""
+    wants = fields.return_progress or fields.timings_per_token
+    return Pace(fields) if wants else None
+
+
+def with_more(chunk: bytes, more: Mapping[str, Any]) -> bytes:
+    """The last of ``chunk``'s events with further fields."""
+    if not more or not chunk:
+        return chunk
+    return chunk.removesuffix(b"}\n\n") + b"," + encode(more)[1:] + b"\n\n"
 
 
 async def events(
@@ -35,6 +123,9 @@ async def events(
                 raise Problem(
                     503, "the request was cancelled", type="server_error", code="cancelled"
                 )
+            if event.progress is not None:
+                yield event
+                continue
             observer.event(event)
             if event.is_last:
                 _log(call, event)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from edgellm.engine.constrain import make_factory
 from edgellm.engine.info import EngineOptions, Fault, Script
@@ -97,6 +98,37 @@ def test_min_tokens_keeps_the_end_away_and_ignore_eos_for_good() -> None:
     simulation.run()
     counts = [simulation.last(r.id).usage.n_output for r in (short, least, never)]  # type: ignore[union-attr]
     assert counts[0] < 20 <= counts[1] < 50 == counts[2]
+
+
+def test_a_request_that_wants_progress_hears_how_far_its_prompt_was_read() -> None:
+    simulation = Simulation(n_batch=32)
+    r = structs.replace(request(LONG * 4 + "one", max_tokens=3), wants_progress=True)
+    plain = request(LONG * 4 + "two", max_tokens=3)
+    for one in (r, plain):
+        simulation.add(one)
+        simulation.run()
+    told = [e.progress for e in simulation.events[r.id] if e.progress is not None]
+    assert [e.progress is not None for e in simulation.events[r.id]] == [True] * len(told) + [
+        False
+    ] * 3
+    assert len(told) > 3
+    assert {p.n_prompt for p in told} == {simulation.last(r.id).usage.n_prompt}  # type: ignore[union-attr]
+    counts = [p.n_computed for p in told]
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == (told[0].n_cached, told[0].n_prompt)
+    assert all(e.progress is None for e in simulation.events[plain.id])
+
+
+def test_progress_begins_at_what_was_cached() -> None:
+    simulation = Simulation(n_batch=32)
+    first = request(LONG * 4 + "one", max_tokens=3)
+    again = structs.replace(request(LONG * 4 + "one", max_tokens=3), wants_progress=True)
+    for one in (first, again):
+        simulation.add(one)
+        simulation.run()
+    begun = simulation.events[again.id][0].progress
+    assert begun is not None
+    assert begun.n_computed == begun.n_cached > 32
 
 
 def test_prompt_logprobs_come_with_the_first_event_whatever_the_outputs_of_a_step() -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from edgellm import __version__
 from edgellm.config import PlanSettings, Settings
 from edgellm.engine.info import EngineOptions
 from tests.server.conftest import Running
@@ -368,6 +369,71 @@ def test_answers_and_last_chunks_carry_llama_servers_timings_unless_told_not_to(
     without = {**body, "timings": False}
     assert "timings" not in http.post(path, json=without).json()
     assert "timings" not in last_chunk(http, path, without)
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    text = http.post(path, json={**body, "stream": True}).text
+    return [json.loads(x[6:]) for x in text.split("\n\n") if x.startswith("data: {")]
+
+
+LONG_BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 400}]},
+    "/v1/completions": {"prompt": "word " * 400},
+    "/completion": {"prompt": "word " * 400},
+}
+
+
+@pytest.mark.parametrize("path", LONG_BODIES)
+def test_return_progress_tells_how_far_the_prompt_was_read(http: httpx.Client, path: str) -> None:
+    body = {**LONG_BODIES[path], "max_tokens": 3, "ignore_eos": True, "cache_prompt": False}
+    chunks = streamed(http, path, {**body, "return_progress": True})
+    told = [c["prompt_progress"] for c in chunks if "prompt_progress" in c]
+    assert chunks[0]["prompt_progress"]["processed"] == chunks[0]["prompt_progress"]["cache"]
+    assert told[-1]["processed"] == told[-1]["total"] > 300
+    assert all("prompt_progress" not in c for c in chunks[len(told) :])
+    assert all("prompt_progress" not in c for c in streamed(http, path, body))
+
+
+@pytest.mark.parametrize("path", LONG_BODIES)
+def test_timings_per_token_counts_up_in_every_chunk(http: httpx.Client, path: str) -> None:
+    body = {**LONG_BODIES[path], "max_tokens": 4, "ignore_eos": True, "timings_per_token": True}
+    chunks = streamed(http, path, body)
+    counts = [c["timings"]["predicted_n"] for c in chunks if "timings" in c]
+    assert counts == sorted(counts)
+    assert set(counts) >= {1, 2, 3, 4}
+    timings = next(c["timings"] for c in chunks if "timings" in c)
+    assert timings["prompt_n"] + timings["cache_n"] > 300
+    assert not any("prompt_progress" in c for c in chunks)
+
+
+def test_the_sdk_reads_a_stream_with_progress(scripted: Running) -> None:
+    client = OpenAI(base_url=scripted.url + "/v1", api_key="none")
+    with client.chat.completions.stream(
+        model="starter",
+        messages=[{"role": "user", "content": "word " * 400}],
+        max_tokens=4,
+        extra_body={"return_progress": True, "timings_per_token": True, "ignore_eos": True},
+    ) as stream:
+        for _ in stream:
+            pass
+        message = stream.current_completion_snapshot.choices[0].message
+    assert message.role == "assistant"
+    assert message.content
+
+
+@pytest.mark.model
+def test_pieces_of_half_characters_are_their_bytes(starter: Running) -> None:
+    text = "a \N{COMBINING PALATALIZED HOOK BELOW} \U0001f9ff"
+    with starter.client() as http:
+        body = {"content": text, "with_pieces": True}
+        pieces = [t["piece"] for t in http.post("/tokenize", json=body).json()["tokens"]]
+    assert any(isinstance(piece, list) for piece in pieces)
+    assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces) == text.encode()
+
+
+def test_what_operators_of_other_servers_ask_is_answered(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": __version__}
+    assert http.get("/ping").json() == http.get("/health").json()
 
 
 def test_the_first_chunk_of_a_chat_has_no_timings(http: httpx.Client) -> None:

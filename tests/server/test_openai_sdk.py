@@ -218,6 +218,23 @@ def test_mistakes_are_the_sdks_own_errors_with_the_parameter(
     assert caught.value.request_id
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logprobs": False, "top_logprobs": 0},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
+        {"max_tokens": 2, "max_completion_tokens": 2, "store": True, "metadata": {"a": "b"}},
+        {"messages": [*HELLO, {"role": "assistant", "content": None}, *HELLO]},
+        {"prediction": {"type": "content", "content": "x"}, "service_tier": "auto", "user": "u"},
+    ],
+)
+def test_what_editors_send_without_meaning_it_is_no_mistake(
+    client: OpenAI, more: dict[str, Any]
+) -> None:
+    body = {"model": "starter", "messages": HELLO, "max_tokens": 2} | more
+    assert client.chat.completions.create(**body).choices[0].message.content
+
+
 def test_a_prompt_over_the_context_says_so_with_both_counts(client: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "word " * 5000}]
     with pytest.raises(openai.BadRequestError) as caught:

@@ -225,6 +225,33 @@ def test_responses_make_function_calls_with_every_event(client: OpenAI) -> None:
     assert again.output
 
 
+def test_tools_that_openai_runs_are_left_out_beside_functions_and_refused_alone(
+    client: OpenAI,
+) -> None:
+    function: Any = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    hosted: Any = {"type": "web_search"}
+    more: dict[str, Any] = {"model": "starter", "input": "hi", "max_output_tokens": 16}
+    answer = client.responses.create(tools=[hosted, function], **more)
+    assert "'web_search' is not supported" in answer.to_dict()["warnings"][0]  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError, match="web_search"):
+        client.responses.create(tools=[hosted], **more)
+
+
+def test_tools_that_anthropic_runs_are_left_out_beside_others_and_refused_alone(
+    claude: Anthropic,
+) -> None:
+    own: Any = {"name": "f", "input_schema": {"type": "object"}}
+    hosted: Any = {"type": "web_search_20250305", "name": "web_search"}
+    more: dict[str, Any] = {
+        "model": "starter",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+    }
+    assert claude.messages.create(tools=[hosted, own], **more).content
+    with pytest.raises(anthropic.BadRequestError, match="web_search"):
+        claude.messages.create(tools=[hosted], **more)
+
+
 def test_claudes_tools_are_called_whole_and_streamed(claude: Anthropic) -> None:
     tool: Any = {"name": "get_weather", "input_schema": WEATHER_SCHEMA}
     asked: dict[str, Any] = {

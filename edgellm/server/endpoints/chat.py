@@ -39,7 +39,6 @@ from edgellm.server.wire.common import (
     explicit_grammar,
     first_limit,
     format_schema,
-    priority_of,
     sampling_params,
 )
 from edgellm.server.wire.openai import ChatBody, ChatMessage, Tool, ToolChoice
@@ -68,6 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     wants_timings: bool
     wants_usage: bool
     is_verbose: bool = False
+    pace: generate.Pace | None = None
 
 
 class Choice:
@@ -161,7 +161,7 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
     view.need_generation()
     prepared = render(view, body)
     more: dict[str, Any] = {}
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
@@ -187,6 +187,7 @@ async def prepare(server: Server, call: Call, view: View, body: ChatBody) -> Job
         wants_timings=body.timings is not False,
         wants_usage=bool(options and options.include_usage),
         is_verbose=bool(body.verbose),
+        pace=generate.pace_of(body),
     )
 
 
@@ -198,6 +199,7 @@ async def make_request(
     *,
     prepared: PreparedChat,
     sampling: SamplingParams,
+    **more: Any,
 ) -> Request:
     """The engine's request for a rendered chat."""
     slides = server.options.overflow is Overflow.SLIDE
@@ -205,19 +207,18 @@ async def make_request(
     if slides and prepared.n_keep_chars:
         kept = prepared.prompt[: prepared.n_keep_chars]
         n_keep = len(await view.engine.tokenize(kept, add_special=prepared.add_special))
-    return Request(
-        id=call.next_id(),
+    return generate.engine_request(
+        server,
+        call,
+        view,
+        fields,
         prompt=prepared.prompt,
         sampling=sampling,
-        priority=priority_of(fields, server.options.priority),
         add_special=prepared.add_special,
-        overflow=server.options.overflow,
         # Reading these renders the conversation once more.
         turn_starts=prepared.turn_starts if slides else (),
         n_keep=n_keep,
-        cache_prompt=fields.cache_prompt is not False,
-        model=view.name,
-        client=call.key or call.client,
+        **more,
     )
 
 
@@ -340,6 +341,8 @@ def choice_of(body: ChatBody) -> str | dict[str, Any]:
     if choice is None:
         return "auto"
     if isinstance(choice, str):
+        # Mistral's and Anthropic's word for required.
+        choice = "required" if choice == "any" else choice
         if choice == "required" and not body.tools and not body.functions:
             raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
         return choice
@@ -513,6 +516,9 @@ class ChunkWriter:
     def event(self, event: TokenEvent) -> bytes:
         """The chunks of one event; empty when it shows nothing yet."""
         choice = self._choice
+        more = self._job.pace.more(event) if self._job.pace is not None else {}
+        if event.progress is not None:
+            return generate.with_more(self._read_on(), more) if more else b""
         if event.logprobs:
             self._pending += map(generate.chat_logprob, event.logprobs)
         deltas = choice.take(event)
@@ -525,7 +531,11 @@ class ChunkWriter:
                 chunks.append(self._chunk(_delta_body(delta)))
         if event.finish_reason is not None:
             chunks.append(self._finish(event))
-        return b"".join(chunks)
+        return generate.with_more(b"".join(chunks), more if deltas else {})
+
+    def _read_on(self) -> bytes:
+        """A chunk that only says how far the prompt was read; the role goes with the first."""
+        return self._chunk({}) if self._is_begun else self._begin()
 
     def _begin(self) -> bytes:
         self._is_begun = True
@@ -543,7 +553,7 @@ class ChunkWriter:
             return chunk
         # No chunk with the usage follows: the timings close this one, as llama-server does it.
         timings = generate.timings_body(event.usage, event.timings or RequestTimings())
-        return chunk.removesuffix(b"}\n\n") + b',"timings":' + encode(timings) + b"}\n\n"
+        return generate.with_more(chunk, {"timings": timings})
 
     def _chunk(
         self,

@@ -28,7 +28,6 @@ from edgellm.server.wire.common import (
     explicit_grammar,
     first_limit,
     format_grammar,
-    priority_of,
     sampling_params,
 )
 from edgellm.server.wire.openai import CompletionBody
@@ -55,6 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     wants_timings: bool
     only_prompt: bool
     """max_tokens 0: the one token that must be generated is not shown."""
+    pace: generate.Pace | None = None
 
 
 class Choice:
@@ -143,17 +143,14 @@ async def prepare(server: Server, call: Call, view: View, body: CompletionBody) 
         prompts = [_infill(view, p, body.suffix) for p in prompts]
     sampling = await _sampling(server, view, body)
     options = body.stream_options
+    # The whole prompt is computed, and nothing of it may slide away.
+    scoring = (
+        {"overflow": Overflow.ERROR, "cache_prompt": False} if sampling.prompt_logprobs else {}
+    )
     return Job(
         requests=tuple(
-            Request(
-                id=call.next_id(),
-                prompt=prompt,
-                sampling=sampling,
-                priority=priority_of(body, server.options.priority),
-                overflow=Overflow.ERROR if sampling.prompt_logprobs else server.options.overflow,
-                cache_prompt=body.cache_prompt is not False and not sampling.prompt_logprobs,
-                model=view.name,
-                client=call.key or call.client,
+            generate.engine_request(
+                server, call, view, body, prompt=prompt, sampling=sampling, **scoring
             )
             for prompt in prompts
         ),
@@ -166,6 +163,7 @@ async def prepare(server: Server, call: Call, view: View, body: CompletionBody) 
         wants_usage=bool(options and options.include_usage),
         wants_timings=body.timings is not False,
         only_prompt=body.max_tokens == 0,
+        pace=generate.pace_of(body),
     )
 
 
@@ -331,6 +329,9 @@ class ChunkWriter:
 
     def event(self, choice: Choice, event: TokenEvent) -> bytes:
         """The chunks of one event; the end of a choice is a chunk of its own."""
+        more = self._job.pace.more(event) if self._job.pace is not None else {}
+        if event.progress is not None:
+            return generate.with_more(self._chunk(choice, "", b"null"), more) if more else b""
         text = choice.take(event, only_prompt=self._job.only_prompt)
         chunks = b""
         if text or (self._job.wants_logprobs and choice.tokens):
@@ -338,7 +339,7 @@ class ChunkWriter:
         if event.finish_reason is not None:
             chunks += self._chunk(choice, "", encode(choice.finish_reason()))
             chunks = self._with_timings(chunks, event)
-        return chunks
+        return generate.with_more(chunks, more)
 
     def _with_timings(self, chunk: bytes, event: TokenEvent) -> bytes:
         """The last chunk carries the timings where no chunk with the usage follows."""
@@ -347,7 +348,7 @@ class ChunkWriter:
         if not alone or event.usage is None:
             return chunk
         timings = generate.timings_body(event.usage, event.timings or RequestTimings())
-        return chunk.removesuffix(b"}\n\n") + b',"timings":' + encode(timings) + b"}\n\n"
+        return generate.with_more(chunk, {"timings": timings})
 
     def _chunk(self, choice: Choice, text: str, finish: bytes) -> bytes:
         logprobs = b"null"

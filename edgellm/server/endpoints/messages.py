@@ -141,11 +141,18 @@ def _format(body: Conversation) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": inner}
 
 
+_OWN: Final = (None, "custom")
+
+
 def _tools(tools: Sequence[ToolParam] | None) -> list[dict[str, Any]] | None:
-    """Client tools as chat tools. Tools that Anthropic runs itself cannot run here."""
+    """Client tools as chat tools. Tools that Anthropic runs itself cannot run here: they are left
+    out beside others, and refused where there is nothing else."""
     built = []
+    has_own = any(tool.type in _OWN for tool in tools or ())
     for i, tool in enumerate(tools or ()):
-        if tool.type not in (None, "custom"):
+        if tool.type not in _OWN and has_own:
+            continue
+        if tool.type not in _OWN:
             raise InvalidRequestError(
                 f"the server tool {tool.type!r} is not supported", param=f"tools[{i}].type"
             )

@@ -26,7 +26,6 @@ from edgellm.server.http import Call, decode, encode
 from edgellm.server.wire.common import (
     explicit_grammar,
     format_grammar,
-    priority_of,
     sampling_params,
 )
 from edgellm.server.wire.native import CompletionBody, EmbeddingBody, InfillBody, PromptObject
@@ -45,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     fields: tuple[str, ...]
     wants_tokens: bool
     shows_probs: bool
+    pace: generate.Pace | None = None
 
 
 async def completion(server: Server, call: Call) -> None:
@@ -113,22 +113,14 @@ def _job(
 ) -> Job:
     return Job(
         requests=tuple(
-            Request(
-                id=call.next_id(),
-                prompt=prompt,
-                sampling=sampling,
-                priority=priority_of(body, server.options.priority),
-                overflow=server.options.overflow,
-                cache_prompt=body.cache_prompt is not False,
-                model=view.name,
-                client=call.key or call.client,
-            )
+            generate.engine_request(server, call, view, body, prompt=prompt, sampling=sampling)
             for prompt in prompts
         ),
         is_many=is_many,
         fields=tuple(body.response_fields or ()),
         wants_tokens=bool(body.return_tokens),
         shows_probs=isinstance(body, CompletionBody) and bool(body.post_sampling_probs),
+        pace=generate.pace_of(body),
     )
 
 
@@ -357,9 +349,11 @@ async def _stream(
     async with server.streaming(call, generate.error_event) as stream:
         async for place, event in generate.merged(sources):
             answer = groups[place][event.index]
+            more = answer.job.pace.more(event) if answer.job.pace is not None else {}
             answer.take(event)
-            if event.text or event.logprobs:
-                await stream.write(b"data: " + encode(_partial(answer, event)) + b"\n\n")
+            if event.text or event.logprobs or (event.progress is not None and more):
+                partial = _partial(answer, event) | more
+                await stream.write(b"data: " + encode(partial) + b"\n\n")
             if event.is_last:
                 for ended in _shared(groups[place]):
                     last = ended.body(view, is_stream=True)

@@ -338,11 +338,9 @@ def _slots(lease: Lease, engine_stats: EngineStats) -> list[dict[str, Any]]:
     return shown
 
 
-async def openapi(_: Server, call: Call) -> None:
-    """The OpenAPI 3.1 document."""
-    from edgellm.server.openapi import document
-
-    await call.reply(document())
+async def version(_: Server, call: Call) -> None:
+    """``{"version": ...}``, as vLLM says it."""
+    await call.json({"version": __version__})
 
 
 async def docs(_: Server, call: Call) -> None:

@@ -204,7 +204,7 @@ def _output(item: InputItem, param: str) -> dict[str, Any]:
 
 def _render(view: View, body: ResponseBody, messages: list[dict[str, Any]]) -> PreparedChat:
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    return prepare_chat(
+    prepared = prepare_chat(
         view.chat,
         [*system, *messages],
         tools=_tools(body),
@@ -213,11 +213,21 @@ def _render(view: View, body: ResponseBody, messages: list[dict[str, Any]]) -> P
         response_format=_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
+    skipped = [tool.type for tool in body.tools or () if tool.type != "function"]
+    said = [f"the tool {name!r} is not supported and was left out" for name in skipped]
+    prepared.warnings = (*prepared.warnings, *said)
+    return prepared
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
+    """The functions. Beside them agents offer tools that OpenAI runs itself, which are left out;
+    where there is nothing else, the client wants one of those, and is told."""
     built = []
-    for i, tool in enumerate(body.tools or ()):
+    given = body.tools or []
+    has_functions = any(tool.type == "function" for tool in given)
+    for i, tool in enumerate(given):
+        if tool.type != "function" and has_functions:
+            continue
         if tool.type != "function" or not tool.name:
             what = "a function has no name" if tool.type == "function" else "is not supported"
             raise InvalidRequestError(f"tool {tool.type!r}: {what}", param=f"tools[{i}]")

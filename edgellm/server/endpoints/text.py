@@ -27,10 +27,18 @@ async def tokenize(server: Server, call: Call) -> None:
         ids = await _ids(view, given, body)
         tokens: list[Any] = ids
         if body.with_pieces:
-            pieces = [await view.engine.detokenize([i]) for i in ids]
-            tokens = [{"id": i, "piece": p} for i, p in zip(ids, pieces, strict=True)]
+            pieces = await view.engine.pieces(ids)
+            tokens = [{"id": i, "piece": _piece(p)} for i, p in zip(ids, pieces, strict=True)]
         n_ctx = view.info.n_ctx_seq
         await call.json({"tokens": tokens, "count": len(ids), "max_model_len": n_ctx})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are not whole characters (llama-server's way)."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 async def _ids(view: View, given: str | list[str | int], body: TokenizeBody) -> list[int]:
