@@ -43,17 +43,19 @@ async def client(http: httpx.AsyncClient, rng: random.Random, state: dict[str, A
         state["lost"] += not (good and answer.json()["usage"]["completion_tokens"] == 8)
 
 
-async def watch(http: httpx.AsyncClient, state: dict[str, Any], swaps: int) -> None:
+async def watch(http: httpx.AsyncClient, state: dict[str, Any], swaps: int, pid: int) -> None:
     while not state["over"]:
         await asyncio.sleep(0.25)
         text = (await http.get("/metrics")).text
         line = next(x for x in text.splitlines() if x.startswith("edgellm_model_loads_total "))
         state["loads"] = int(line.split()[1])
+        if state["loads"] >= swaps // 2 and not state["halfway"]:
+            state["halfway"] = resident(pid)[0]
         state["over"] = state["loads"] >= swaps
 
 
 async def drive(url: str, swaps: int, pid: int) -> dict[str, Any]:
-    state: dict[str, Any] = {"over": False, "sent": 0, "lost": 0, "loads": 0}
+    state: dict[str, Any] = {"over": False, "sent": 0, "lost": 0, "loads": 0, "halfway": 0}
     rng = random.Random(50)
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         for model in ("a", "b"):  # one of each first: what a library keeps after its first use
@@ -61,7 +63,7 @@ async def drive(url: str, swaps: int, pid: int) -> dict[str, Any]:
             await http.post("/v1/edgellm/unload", json={"model": model})
         before, began = resident(pid), time.monotonic()
         await asyncio.gather(
-            watch(http, state, swaps + 2), *(client(http, rng, state) for _ in range(8))
+            watch(http, state, swaps + 2, pid), *(client(http, rng, state) for _ in range(8))
         )
         seconds = time.monotonic() - began
         for model in ("a", "b"):
@@ -73,6 +75,7 @@ async def drive(url: str, swaps: int, pid: int) -> dict[str, Any]:
         "lost": state["lost"],
         "seconds": round(seconds, 1),
         "server_bytes_before": before[0],
+        "server_bytes_halfway": state["halfway"],
         "server_bytes_after": after[0],
         "children_bytes_before": before[1],
         "children_bytes_after": after[1],
