@@ -122,7 +122,9 @@ class Backend(Protocol):
         """Forget ``n_drop`` positions from ``start`` on and move the later ones down."""
 
     def state_get(self, seq_id: int) -> bytes:
-        """All that the cache holds for a sequence, to put back later."""
+        """All that the cache holds for a slot's sequence, to put back later. What a retained id
+        holds cannot be saved: llama_kv_cache::state_write_meta writes no seq_id from n_seq_max on.
+        """
 
     def state_set(self, seq_id: int, state: bytes) -> bool:
         """Put back a sequence; False when it does not fit."""

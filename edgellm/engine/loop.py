@@ -110,14 +110,20 @@ class Loop:
                 self.scheduler.drop_pin(target)
         self._apply(self.scheduler.take_ops())
 
-    def _pin(self, seq: Sequence) -> None:
+    def _finish_pinned(self, seq: Sequence) -> None:
         """Keep the system prompt (or the whole prompt) of a request that asked for it."""
         n_keep = seq.request.n_keep
         n = min(n_keep, seq.n_prompt) if n_keep else seq.n_prompt
+        slot = seq.slot
         target = self.scheduler.pin(seq, n)
-        if target is not None:
-            self._apply(self.scheduler.take_ops())
-            self._pins.save(seq.tokens[:n], self.backend.state_get(target))
+        self._let_go(seq)
+        if target is None:
+            return
+        self._apply(self.scheduler.take_ops())
+        # Only what a slot holds can be saved; this one is free now.
+        self.backend.seq_cp(target, slot, n)
+        self._pins.save(seq.tokens[:n], self.backend.state_get(slot))
+        self.backend.seq_rm(slot, 0)
 
     def turn(self) -> None:
         """One step, or one embedding; what it has to say is sent."""
@@ -248,8 +254,9 @@ class Loop:
 
     def _finish(self, seq: Sequence) -> None:
         if seq.request.pin_prefix and seq.index == 0:
-            self._pin(seq)
-        self._let_go(seq)
+            self._finish_pinned(seq)
+        else:
+            self._let_go(seq)
         if seq.request.id not in self.output.groups:
             self.meter.finished += 1
 

@@ -326,12 +326,14 @@ class ScriptedBackend:
             cell.position = i
 
     def state_get(self, seq_id: int) -> bytes:
+        if seq_id in self.limits.retained_ids:
+            return b""  # as llama_kv_cache::state_write_meta: unreadable beyond n_seq_max
         return array("q", [cell.state for cell in self.cells.get(seq_id, ())]).tobytes()
 
     def state_set(self, seq_id: int, state: bytes) -> bool:
         states = array("q")
         states.frombytes(state)
-        if self.n_cells_used + len(states) > self.limits.n_cells:
+        if not states or self.n_cells_used + len(states) > self.limits.n_cells:
             return False
         self.cells[seq_id] = [_Cell(i, s) for i, s in enumerate(states)]
         self.n_cells_used += len(states)
