@@ -11,7 +11,7 @@ from edgellm.planner.compute import ROUGH
 from edgellm.planner.estimate import Ledger
 from edgellm.planner.params import DEFAULT_CTX
 from edgellm.planner.plan import ModelFacts, Plan, PlanRequest, Reason, Speed
-from edgellm.units import format_bytes
+from edgellm.units import MiB, format_bytes
 
 
 def model_facts(shape: ModelShape) -> ModelFacts:
@@ -97,11 +97,20 @@ def binding(ledger: Ledger, shape: ModelShape) -> str:
     if verdict(ledger, shape) == "gpu" or not ledger.devices:
         return "none" if ledger.devices else "no GPU"
     used = [d for d in ledger.devices if d.used] or list(ledger.devices)
+    if _left_alone(ledger, shape):
+        return "none"
     tightest = min(used, key=lambda d: d.headroom)
     return (
         f"memory of {tightest.id}: {format_bytes(max(tightest.headroom, 0))} left of "
         f"{format_bytes(tightest.free - tightest.margin)}"
     )
+
+
+def _left_alone(ledger: Ledger, shape: ModelShape) -> bool:
+    """Nothing is on any card though there is room for layers: they would only slow it."""
+    largest = max((layer.n_bytes for layer in shape.layers), default=0)
+    room = max((d.headroom for d in ledger.devices), default=0)
+    return all(not d.used for d in ledger.devices) and room > 2 * largest + MiB * 256
 
 
 def reasons(
@@ -118,6 +127,8 @@ def reasons(
         layers = "every layer and the output layer fit"
     elif not devices.gpus:
         layers = "no GPU"
+    elif on_gpu == 0 and _left_alone(ledger, shape):
+        layers = "no device there is makes it faster"
     else:
         layers = f"the most that fit: {binding(ledger, shape)}"
     ctx = f"the default of {DEFAULT_CTX}, or what the model was trained for"

@@ -62,6 +62,13 @@ def test_a_worker_behind_a_slow_link_is_left_out_and_said_to_be() -> None:
     assert any("10.0.0.0:50052" in warning and "not used" in warning for warning in plan.warnings)
 
 
+def test_workers_that_would_only_slow_it_are_not_blamed_for_their_memory() -> None:
+    plan = plan_with(remote(0, SLOW), remote(1, SLOW))
+    assert (plan.verdict, plan.binding) == ("cpu", "none")
+    why = next(reason.why for reason in plan.reasons if reason.param == "n_gpu_layers")
+    assert why == "no device there is makes it faster"
+
+
 def test_the_devices_of_workers_that_stay_are_numbered_as_the_engine_will() -> None:
     plan = plan_with(remote(0, SLOW), remote(1, FAST), *hypothetical([2 * GiB]))
     assert plan.params.rpc == ("10.0.0.1:50052",)
