@@ -100,10 +100,10 @@ expect 0 'setup proves the engine' 'the starter answered' edgellm setup --yes --
 person edgellm doctor >said 2>&1 || true
 grep -q "llama-cpp-python $version loads" said || fail 'doctor sees the engine'
 ok 'doctor sees the engine'
-expect 0 'a model answers' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8
+expect 0 'a model answers' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8 --temperature 0
 echo damaged >"llama_cpp_python-$version.tar.gz"
 expect 1 'a setup that fails says so' 'nothing was changed' edgellm setup --yes --source "$PWD/llama_cpp_python-$version.tar.gz"
-expect 0 'and the old engine answers still' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8
+expect 0 'and the old engine answers still' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8 --temperature 0
 expect 0 'pipx uninstall' 'uninstalled' "$PWD/tools/bin/pipx" uninstall edgellm
 
 # --- the engine as an extra ----------------------------------------------------------------------
@@ -111,7 +111,7 @@ expect 0 'pipx uninstall' 'uninstalled' "$PWD/tools/bin/pipx" uninstall edgellm
 home=$work/home2
 mkdir "$home"
 expect 0 'pipx install with the extras' 'edgellm' "$PWD/tools/bin/pipx" install --python "$python" "${wheel}[engine,starter]"
-expect 0 'a model answers there' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8
+expect 0 'a model answers there' '[[:alpha:]]{2}' edgellm chat -p hi --max-tokens 8 --temperature 0
 
 # --- two people with a key each, on another port, by docs/service.md -----------------------------
 
@@ -132,7 +132,7 @@ import json, sys, time, urllib.error, urllib.request
 
 port, key = sys.argv[1:]
 headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-body = {"model": "starter", "max_tokens": 8, "messages": [{"role": "user", "content": "Say hello."}]}
+body = {"model": "starter", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": "Say hello."}]}
 url = f"http://127.0.0.1:{port}/v1/chat/completions"
 open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 for _ in range(300):
