@@ -1,8 +1,11 @@
 """A front before two llama-server processes and one edgellm, one of which is killed under load.
 
     python benchmarks/upstream.py MODEL.gguf --llama-server PATH [--requests 24] [--streams 6]
+    python benchmarks/upstream.py MODEL.gguf --llama-server PATH --sdk
 
-Exits with 1 when a request is lost that had not begun to answer.
+Exits with 1 when a request is lost that had not begun to answer. With ``--sdk`` the tests of the
+OpenAI and Anthropic clients run against one llama-server itself and through the front instead: what
+passes there must pass here.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -96,12 +102,48 @@ async def load(url: str, n: int, streams: int, doom: subprocess.Popen[bytes]) ->
     return done
 
 
+SDK_TESTS = ("test_openai_sdk.py", "test_anthropic_sdk.py")
+
+
+def sdk_outcomes(**environment: str) -> dict[str, bool]:
+    """Each client test and whether it passed with these servers (tests/server/upstream)."""
+    folder = Path(__file__).parents[1] / "tests" / "server" / "upstream"
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
+    command += [str(folder / name) for name in SDK_TESTS]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        cwd=folder.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\S+)", done.stdout, re.MULTILINE)
+    return {name: outcome == "PASSED" for outcome, name in found}
+
+
+def compare_sdk(urls: list[str]) -> int:
+    """The client tests directly and through a front; 1 when the front breaks one."""
+    direct = sdk_outcomes(TEST_DIRECT=urls[0])
+    through = sdk_outcomes(TEST_UPSTREAMS=",".join(urls))
+    broken = [name for name, is_good in direct.items() if is_good and not through.get(name)]
+    shown = {
+        "tests": len(through),
+        "llama-server itself passes": sum(direct.values()),
+        "through the front": sum(through.values()),
+        "broken by the front": broken,
+    }
+    print(json.dumps(shown, indent=1))
+    return 1 if broken or not through else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--llama-server", required=True)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--streams", type=int, default=6)
+    parser.add_argument("--sdk", action="store_true", help="run the client tests through the front")
     arguments = parser.parse_args()
     ports = [free_port() for _ in range(4)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -110,11 +152,14 @@ def main() -> int:
         peers = []
         for port in ports[:2]:
             command = [arguments.llama_server, "-m", arguments.model, "--port", str(port)]
+            command += ["--alias", "starter", "--temp", "0", "--jinja"]
             peers.append(start(stack, [*command, "-np", "2", "-c", "4096", "-t", "1"]))
         one = [*edgellm, arguments.model, "--port", str(ports[2]), "--ctx", "4096", "-q"]
         start(stack, [*one, "--parallel", "2"])
         for url in urls[:3]:
             wait_for(url)
+        if arguments.sdk:
+            return compare_sdk(urls[:3])
         front = [*edgellm, "--port", str(ports[3]), "-q"]
         for url in urls[:3]:
             front += ["--upstream", f"m={url}"]
