@@ -6,7 +6,7 @@ import ctypes
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -29,7 +29,10 @@ from edgellm.errors import EngineError
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Pooling, SamplingParams, TokenLogprob
 
-MAX_SAMPLE_THREADS = 8
+MAX_SAMPLE_THREADS: Final = 8
+CPU_WARMUP: Final = 16
+"""Tokens: a CPU has nothing to load but the weights' pages."""
+MAX_SMALL_WARMUP_S: Final = 1.0
 
 
 class LlamaBackend:
@@ -117,27 +120,37 @@ class LlamaBackend:
         params.n_samplers = len(chains)
 
     def _warm_up(self) -> float:
-        """Fill one ubatch (and, on a GPU, some depth): kernels and workspaces load lazily."""
+        """Fill one ubatch and, on a GPU, some depth and small batches: kernels and workspaces are
+        loaded when first used."""
         began = time.monotonic()
-        self._on_progress(LoadProgress(stage="warmup", fraction=0.0))
         if self.info.is_encoder:
             return 0.0
+        self._on_progress(LoadProgress(stage="warmup", fraction=0.0))
         on_gpu = is_on_gpu(self._plan)
-        n_ubatch = self.limits.n_ubatch if on_gpu else min(16, self.limits.n_ubatch)
+        n_ubatch = self.limits.n_ubatch if on_gpu else min(CPU_WARMUP, self.limits.n_ubatch)
         depth = min(self.limits.n_ctx_seq - 2, n_ubatch * (4 if on_gpu else 1))
-        slots = [*self.limits.slot_ids[:1], *self.limits.plain_ids[:1]]
-        token = max(self.info.bos_id, 0)
-        for slot in slots:
-            start = 0
-            while start < depth:
-                n = min(n_ubatch, depth - start)
-                self._warm_span(slot, start, array("i", [token]) * n)
-                start += n
-            self._warm_span(slot, start, array("i", [token]))
+        for slot in (*self.limits.slot_ids[:1], *self.limits.plain_ids[:1]):
+            for start in range(0, depth, n_ubatch):
+                self._warm_span(slot, start, min(n_ubatch, depth - start))
+            self._warm_span(slot, depth, 1)
             self.seq_rm(slot, 0)
+        if on_gpu:
+            self._warm_small_batches(min(depth, n_ubatch))
         return time.monotonic() - began
 
-    def _warm_span(self, slot: int, start: int, tokens: array[int]) -> None:
+    def _warm_small_batches(self, most: int) -> None:
+        """Each width of ggml-cuda's kernels for a few rows (mul_mat_vec_q up to 8, mul_mat_q in
+        tiles of 8 up to 128) is loaded when it is first used: in the middle of somebody's stream
+        otherwise."""
+        began = time.monotonic()
+        for n in (*range(2, 9), *range(16, 129, 8)):
+            if n > most or time.monotonic() - began > MAX_SMALL_WARMUP_S:
+                return
+            self._warm_span(0, 0, n)
+            self.seq_rm(0, 0)
+
+    def _warm_span(self, slot: int, start: int, n: int) -> None:
+        tokens = array("i", [max(self.info.bos_id, 0)]) * n
         code = self.decode([Span(slot, start, tokens, 1)])
         if code != OK:
             raise EngineError(f"the warm-up failed: llama_decode returned {code}")
