@@ -373,7 +373,7 @@ def test_answers_and_last_chunks_carry_llama_servers_timings_unless_told_not_to(
 
 def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     text = http.post(path, json={**body, "stream": True}).text
-    return [json.loads(x[6:]) for x in text.split("\n\n") if x.startswith("data: {")]
+    return [json.loads(x[6:]) for x in text.splitlines() if x.startswith("data: {")]
 
 
 LONG_BODIES = {
@@ -404,6 +404,22 @@ def test_timings_per_token_counts_up_in_every_chunk(http: httpx.Client, path: st
     timings = next(c["timings"] for c in chunks if "timings" in c)
     assert timings["prompt_n"] + timings["cache_n"] > 300
     assert not any("prompt_progress" in c for c in chunks)
+
+
+def test_responses_tell_progress_and_timings_too(http: httpx.Client) -> None:
+    body = {"input": "word " * 400, "max_output_tokens": 4, "ignore_eos": True, "store": False}
+    asked = {"return_progress": True, "timings_per_token": True}
+    events = streamed(http, "/v1/responses", {**body, **asked})
+    told = [e for e in events if "prompt_progress" in e]
+    assert {e["type"] for e in told} == {"response.in_progress"}
+    assert told[0]["prompt_progress"]["processed"] == told[0]["prompt_progress"]["cache"]
+    assert told[-1]["prompt_progress"]["processed"] == told[-1]["prompt_progress"]["total"] > 300
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    assert [e["timings"]["predicted_n"] for e in deltas[:3]] == [1, 2, 3]
+    assert events[-1]["timings"]["predicted_n"] == 4
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    plain = streamed(http, "/v1/responses", body)
+    assert not any("prompt_progress" in e or "timings" in e for e in plain)
 
 
 def test_the_sdk_reads_a_stream_with_progress(scripted: Running) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from edgellm.chat import ContentDelta, PreparedChat, ReasoningDelta, ToolCallStart, prepare_chat
 from edgellm.errors import InvalidRequestError
+from edgellm.metrics import RequestTimings
 from edgellm.request import FinishReason, Overflow, Request, TokenEvent, Usage
 from edgellm.server import generate
 from edgellm.server.core import Server, View
@@ -36,6 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation so far, without instructions: what the next response continues."""
     input_items: tuple[dict[str, Any], ...]
     wants_logprobs: bool
+    pace: generate.Pace | None
 
 
 async def create(server: Server, call: Call) -> None:
@@ -102,6 +104,7 @@ async def _prepare(server: Server, call: Call, view: View, body: ResponseBody) -
         messages=tuple(messages),
         input_items=tuple(_shown_items(items)),
         wants_logprobs=wants_logprobs,
+        pace=generate.pace_of(body),
     )
 
 
@@ -285,6 +288,7 @@ class Output:
         self.usage = Usage()
         self._sequence = 0
         self._logprobs: list[dict[str, Any]] = []
+        self._closing: dict[str, Any] = {}
 
     # -- events ------------------------------------------------------------------------------
 
@@ -303,6 +307,24 @@ class Output:
             "response.in_progress", response=response
         )
 
+    def more(self, event: TokenEvent) -> dict[str, Any]:
+        """What llama-server's clients asked to be told beside the usual."""
+        pace = self.job.pace
+        if pace is None:
+            return {}
+        more = pace.more(event)
+        if event.is_last and event.usage is not None and self.job.body.timings_per_token:
+            total = generate.timings_body(event.usage, event.timings or RequestTimings())
+            self._closing = {"timings": total}
+        return more
+
+    def read(self, event: TokenEvent) -> bytes:
+        """in_progress once more, for the client that wants to hear how far its prompt was read."""
+        read = event.progress
+        if read is None or read.n_computed == read.n_cached or not self.job.body.return_progress:
+            return b""  # the first one goes with what begin() sends
+        return self.event("response.in_progress", response=self.body("in_progress"))
+
     def take(self, event: TokenEvent) -> bytes:
         """The events of one engine event."""
         self._logprobs = [_logprob(p) for p in event.logprobs or ()]
@@ -318,7 +340,8 @@ class Output:
     def end(self) -> bytes:
         """completed, or incomplete when the budget ended first."""
         status = self.status()
-        return self.event(f"response.{status}", response=self.body(status))
+        last = self.event(f"response.{status}", response=self.body(status))
+        return generate.with_more(last, self._closing)
 
     def fail(self, failed: Problem) -> bytes:
         """The last event of an answer that broke."""
@@ -572,8 +595,8 @@ async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
     output = Output(job, view)
     async with server.streaming(call, output.fail) as stream:
         async for event in generate.events(server, call, view, job.request):
-            chunk = output.begin() + output.take(event)
-            if chunk:
+            chunk = output.begin() + (output.read(event) if event.progress else output.take(event))
+            if chunk := generate.with_more(chunk, output.more(event)):
                 await stream.write(chunk)
         _store(server, call, job, output, output.body(output.status()))
         await stream.write(output.end())
