@@ -15,11 +15,12 @@ from edgellm.engine import scheduler as sched
 from edgellm.engine import wire
 from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Backend, Span
 from edgellm.engine.choose import Chooser
+from edgellm.engine.embed import EmbedJob, embed
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
 from edgellm.engine.output import Group, Output
 from edgellm.engine.pins import PinStore
-from edgellm.engine.sampling import needs_all_logits
+from edgellm.engine.sampling import has_penalties, needs_all_logits
 from edgellm.engine.score import ScoreJob, score
 from edgellm.engine.sequence import Sequence, State, to_drop
 from edgellm.engine.spec import Speculation
@@ -32,12 +33,9 @@ from edgellm.errors import (
 )
 from edgellm.metrics import EngineStats, RunningRequest
 from edgellm.request import (
-    EmbedRequest,
-    EmbedResult,
     ErrorInfo,
     FinishReason,
     Overflow,
-    Pooling,
     Request,
 )
 
@@ -52,14 +50,6 @@ class Arrived(msgspec.Struct, frozen=True):
     """Token offsets of the prompt's turns."""
     constraint: Any = None
     """The compiled grammar."""
-
-
-class EmbedJob(msgspec.Struct, frozen=True):
-    """Inputs to embed, as token ids."""
-
-    call: int
-    request: EmbedRequest
-    inputs: tuple[array[int], ...]
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -367,18 +357,32 @@ class Loop:
             if w.seq.n_computed == w.seq.checkpoint_at:
                 self._save_checkpoint(w.seq)
             at += w.n + len(w.draft)
-        tokens = self.chooser.pick_all(rows, seqs)
+        ahead = [(at, w) for w, at in guessed if _chooses_freely(w.seq)]
+        ahead_rows = [at + i for at, w in ahead for i in range(w.n_out)]
+        ahead_seqs = [w.seq for _, w in ahead for _ in range(w.n_out)]
+        tokens = self.chooser.pick_all(rows + ahead_rows, seqs + ahead_seqs)
         self._sampled_at = now = time.monotonic()
-        for row, seq, token in zip(rows, seqs, tokens, strict=True):
-            self._take(seq, row, token, now)
-        return len(tokens) + sum(self._verify(w, first) for w, first in guessed)
+        for row, seq, token in zip(rows, seqs, tokens, strict=False):
+            if seq.state is State.RUNNING:
+                self._take(seq, row, token, now)
+        picked = dict(zip(ahead_rows, tokens[len(rows) :], strict=True))
+        n = len(rows)
+        for w, first in guessed:
+            if w.seq.state is State.RUNNING:  # another choice of its request may have failed
+                n += self._verify(w, first, picked)
+        return n
 
-    def _verify(self, w: sched.Work, first: int) -> int:
-        """Choose row by row while the guesses are right; the tokens chosen."""
+    def _verify(self, w: sched.Work, first: int, picked: dict[int, int]) -> int:
+        """Take row by row while the guesses are right; the tokens taken.
+
+        ``picked``: rows whose tokens are chosen already.
+        """
         seq, n = w.seq, 0
         seq.draft = []
         for i in range(len(w.draft) + 1):
-            token = self.chooser.pick(first + i, seq)
+            token = picked.get(first + i)
+            if token is None:
+                token = self.chooser.pick(first + i, seq)
             n += 1
             self._take(seq, first + i, token, time.monotonic())
             if seq.state is not State.RUNNING:
@@ -492,7 +496,7 @@ class Loop:
             if isinstance(job, ScoreJob):
                 self._send(wire.Reply(job.call, self._score(job)))
             else:
-                self._send(wire.Reply(job.call, self._embed_all(job)))
+                self._send(wire.Reply(job.call, embed(self.backend, job)))
         except EdgeLLMError as error:
             self._send(wire.Failed(job.call, wire.error_info(error)))
 
@@ -502,38 +506,6 @@ class Loop:
         self.scheduler.drop_retained()
         self._apply(self.scheduler.take_ops())
         return score(self.backend, job)
-
-    def _embed_all(self, job: EmbedJob) -> EmbedResult:
-        info, limits = self.backend.info, self.backend.limits
-        if not info.is_encoder:
-            raise InvalidRequestError(
-                "this model was loaded to generate, not to embed", param="model"
-            )
-        self.scheduler.drop_retained()
-        self._apply(self.scheduler.take_ops())
-        pooling = Pooling(info.pooling)
-        vectors: list[tuple[float, ...]] = []
-        batch: list[Span] = []
-        room = limits.n_ubatch
-        for i, tokens in enumerate(job.inputs):
-            if not 0 < len(tokens) <= limits.n_ubatch:
-                raise InvalidRequestError(
-                    f"input {i} has {len(tokens)} tokens, the batch holds {limits.n_ubatch}",
-                    param="input",
-                    hint="shorten it, or plan with a larger --ubatch",
-                )
-            if batch and (len(tokens) > room or len(batch) == limits.n_running):
-                vectors += self.backend.embed(batch, pooling, normalize=job.request.normalize)
-                batch, room = [], limits.n_ubatch
-            batch.append(Span(len(batch), 0, tokens, len(tokens)))
-            room -= len(tokens)
-        if batch:
-            vectors += self.backend.embed(batch, pooling, normalize=job.request.normalize)
-        return EmbedResult(
-            request_id=job.request.id,
-            vectors=tuple(vectors),
-            n_tokens=tuple(len(tokens) for tokens in job.inputs),
-        )
 
     # -- what goes out -----------------------------------------------------------------------
 
@@ -574,6 +546,14 @@ class Loop:
             speculation=self.spec.status,
             requests=tuple(_running(s, now) for s in [*scheduler.running, *scheduler.waiting]),
         )
+
+
+def _chooses_freely(seq: Sequence) -> bool:
+    """Whether its choice from a row depends on the row alone: no random numbers, no memory, no
+    constraint, no end that is still forbidden."""
+    sampling = seq.request.sampling
+    is_plain = sampling.temperature == 0.0 and not has_penalties(sampling)
+    return is_plain and seq.constraint is None and seq.end_allowed
 
 
 def _all_but_the_last_turn(n: int, n_keep: int, turns: tuple[int, ...], n_ctx: int) -> int:

@@ -22,8 +22,9 @@ from typing import Any, Final
 from edgellm.engine import wire
 from edgellm.engine.backend import Backend, LoadBackend
 from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
+from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import LoadProgress
-from edgellm.engine.loop import Arrived, EmbedJob, Loop, Refused
+from edgellm.engine.loop import Arrived, Loop, Refused
 from edgellm.engine.score import ScoreJob
 from edgellm.errors import (
     ConfigError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from msgspec import structs
 from edgellm.engine.constrain import make_factory
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.engine.worker import vocabulary_of
+from edgellm.errors import EngineError
 from edgellm.request import FinishReason, Grammar, GrammarKind, Overflow, Priority
 from tests.engine.factories import request
 from tests.engine.simulate import Simulation, alone
@@ -286,6 +288,56 @@ def test_speculation_changes_no_text_and_says_what_it_guessed() -> None:
     usage = simulation.last(r.id).usage
     assert usage is not None
     assert 0 < usage.n_accepted < usage.n_drafted
+
+
+def test_the_rows_of_greedy_guesses_are_chosen_in_one_call() -> None:
+    options = EngineOptions(spec="draft", spec_max=4, seed=1, script=Script(answer_tokens=0))
+    simulation = Simulation(options, n_outputs_max=32, draft_model="scripted")
+    sizes: list[int] = []
+    sample = simulation.backend.sample
+
+    def counted(rows: list[int], samplers: list[Any]) -> list[int]:
+        sizes.append(len(rows))
+        return sample(rows, samplers)
+
+    simulation.backend.sample = counted  # type: ignore[method-assign,assignment]
+    r = request(LONG, max_tokens=60)
+    simulation.add(r)
+    simulation.run()
+    plain = Simulation(EngineOptions(seed=1, script=Script(answer_tokens=0)))
+    plain.add(r)
+    plain.run()
+    assert simulation.ids(r.id) == plain.ids(r.id)
+    assert len(sizes) <= simulation.loop.meter.n_steps
+    assert max(sizes) == 5
+
+
+def test_a_choice_that_fails_takes_its_sibling_along_and_nobody_else() -> None:
+    class Broken:
+        """Refuses its second token."""
+
+        needs_mask = False
+        can_stop = True
+        is_finished = False
+
+        def __init__(self) -> None:
+            self.n = 0
+
+        def clone(self) -> Broken:
+            return Broken()
+
+        def accept(self, token: int) -> None:
+            self.n += 1
+            if self.n == 2:
+                raise EngineError("refused")
+
+    simulation = Simulation()
+    bad, good = request(LONG, n=2, max_tokens=20), request("hello", max_tokens=20)
+    simulation.add(good)
+    simulation.add(bad, Broken())
+    simulation.run()
+    assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
+    assert simulation.text(good.id) == alone(good)
 
 
 def test_a_schema_is_followed_and_others_are_not_disturbed() -> None:
