@@ -112,9 +112,12 @@ def row_pad(kind: str, n: int) -> int:
     return row_size(kind, -n % MATRIX_ROW_PADDING)
 
 
+_ONES: Final[tuple[tuple[int, ...], ...]] = ((), (1, 1, 1), (1, 1), (1,), ())
+
+
 def dims(ne: Sequence[int]) -> Dims:
-    a = (*ne, 1, 1, 1)
-    return a[0], a[1], a[2], a[3]
+    a, b, c, d = (*ne, *_ONES[len(ne)])
+    return a, b, c, d
 
 
 def is_contiguous(t: Node) -> bool:
@@ -161,7 +164,10 @@ class Graph:
 
     def like(self, op: str, a: Node, *src: Node | None) -> Node:
         """A node shaped as ``a``, contiguous (ggml_dup_tensor)."""
-        return self.new(op, a.ne, a, *src, kind=a.type)
+        nb, size = _strides(a.type, a.ne)
+        node = Node(op, a.type, a.ne, nb, size)
+        node.src = [a, *(s for s in src if s is not None)]
+        return node
 
     def _view(self, op: str, a: Node, ne: Dims, nb: Dims) -> Node:
         node = Node(op, a.type, ne, nb, _view_bytes(a.type, ne, nb))
@@ -287,8 +293,9 @@ def _view_bytes(kind: str, ne: Dims, nb: Dims) -> int:
     """ggml_nbytes: from the first byte to the last."""
     element = _ELEMENT.get(kind)
     if element is not None:
-        size = element + sum((ne[i] - 1) * nb[i] for i in range(4))
+        size = element + (ne[0] - 1) * nb[0]
     else:
         block, _ = _BLOCKS[kind]
-        size = ne[0] * nb[0] // block + sum((ne[i] - 1) * nb[i] for i in range(1, 4))
+        size = ne[0] * nb[0] // block
+    size += (ne[1] - 1) * nb[1] + (ne[2] - 1) * nb[2] + (ne[3] - 1) * nb[3]
     return size if min(ne) > 0 else 0

@@ -281,14 +281,16 @@ class Arena:
 
 
 class Allocator:
-    """ggml_gallocr_alloc_graph_impl: leafs first, then nodes, each freed after its last use."""
+    """ggml_gallocr_alloc_graph_impl: leafs first, then nodes, each freed after its last use.
+
+    Notes are kept in the nodes: a graph can be allocated once.
+    """
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.sizes = [backend.alloc_size for backend in backends]
         self.arenas = [Arena(backend.alignment) for backend in backends]
 
     def run(self, nodes: list[tuple[Node, int]], leafs: list[tuple[Node, int]]) -> list[int]:
-        self._reset(nodes, leafs)
         for leaf, backend in leafs:
             self._allocate(leaf, backend)
         for node, backend in nodes:
@@ -302,18 +304,13 @@ class Allocator:
                     self._allocate(s, backend)
         for node, backend in nodes:
             for s in node.src:
-                self._allocate(s, backend)
-            self._allocate(node, backend)
+                if not s.allocated and s.place is None and s.view is None:
+                    self._allocate(s, backend)
+            if node.view is None:
+                self._allocate(node, backend)
             for s in node.src:
                 self._release(s)
         return [arena.top for arena in self.arenas]
-
-    def _reset(self, nodes: list[tuple[Node, int]], leafs: list[tuple[Node, int]]) -> None:
-        for node, _ in (*nodes, *leafs):
-            for one in (node, *node.src, *((node.view,) if node.view else ())):
-                one.children = one.views = one.addr = 0
-                one.allocated = False
-                one.buffer = -1
 
     def _allocate(self, node: Node, backend: int) -> None:
         if node.allocated or node.place is not None or node.view is not None:

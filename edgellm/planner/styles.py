@@ -71,23 +71,29 @@ _NO_ROPE: Final = names(
     """gpt2 bloom mpt starcoder jamba nemotron_h nemotron_h_moe bert jina-bert-v2 refact
     kimi-linear jais mamba mamba2"""
 )
-_GEMMA: Final = Style(scaled_q=True, scaled_input=True)
 _NEXT: Final = Style(late_outputs=True, keeps_hidden=True, gated_q=True, positions=4)
-_GRANITE: Final = Style(scaled_input=True, expanded_input=True, scaled_residual=True)
-_SIGMOID: Final = Style(gating="sigmoid")
+_ALIKE: Final = (
+    ("gemma gemma2 gemma3", Style(scaled_q=True, scaled_input=True)),
+    (
+        "granite granitehybrid granitemoe",
+        Style(scaled_input=True, expanded_input=True, scaled_residual=True),
+    ),
+    ("bailingmoe2 dots1 minimax-m2", Style(gating="sigmoid")),
+    ("mamba mamba2", Style(one_part=True)),
+    ("minicpm minicpm3", Style(scaled_input=True, scaled_residual=True)),
+    ("hunyuan-dense hunyuan-moe", Style(norms_after_rope=True)),
+    ("qwen2vl qwen3vl qwen3vlmoe", Style(positions=4)),
+    ("exaone4 olmo2", Style(post_norm=True)),
+    ("qwen35 qwen35moe", _NEXT),
+)
 _STYLES: Final[dict[str, Style]] = {
+    **{arch: style for alike, style in _ALIKE for arch in names(alike)},
     "afmoe": Style(gating="sigmoid", gated_output=True, scaled_input=True, rope="swa"),
-    "bailingmoe2": _SIGMOID,
     "bert": Style(embed_norm=True, post_norm=True),
     "cohere2": Style(rope="swa", parallel="norm"),
     "command-r": Style(parallel="norm"),
     "deepseek2": Style(keeps_hidden=True),
-    "dots1": _SIGMOID,
-    "exaone4": Style(post_norm=True),
     "falcon": Style(parallel="attn"),
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
     "gemma3n": Style(scaled_input=True, normed_v=True, borrows_cache=True),
     "gemma4": Style(
         late_outputs=True,
@@ -102,11 +108,6 @@ _STYLES: Final[dict[str, Style]] = {
         late_outputs=True, keeps_hidden=True, gating="softmax_weight", norm_weights=False
     ),
     "gptneox": Style(parallel="input"),
-    "granite": _GRANITE,
-    "granitehybrid": _GRANITE,
-    "granitemoe": _GRANITE,
-    "hunyuan-dense": Style(norms_after_rope=True),
-    "hunyuan-moe": Style(norms_after_rope=True),
     "jamba": Style(residual_first=True, norm_weights=False),
     "kimi-linear": Style(gating="sigmoid", expanded_norm=True),
     "llama4": Style(
@@ -118,24 +119,13 @@ _STYLES: Final[dict[str, Style]] = {
     ),
     "lfm2": Style(residual_first=True),
     "lfm2moe": Style(residual_first=True, gating="sigmoid"),
-    "mamba": Style(one_part=True),
-    "mamba2": Style(one_part=True),
-    "minicpm": Style(scaled_input=True, scaled_residual=True),
-    "minicpm3": Style(scaled_input=True, scaled_residual=True),
-    "minimax-m2": _SIGMOID,
     "nemotron_h": Style(one_part=True, late_outputs=True, keeps_hidden=True),
     "nemotron_h_moe": Style(one_part=True, late_outputs=True, keeps_hidden=True, gating="sigmoid"),
-    "olmo2": Style(post_norm=True),
     "openelm": Style(attn_residual_first=True),
     "phi2": Style(parallel="phi", scaled_q=True),
     "phi3": Style(scaled_q=True, ffn_residual_first=True),
     "qwen2moe": Style(norm_weights=False),
-    "qwen2vl": Style(positions=4),
-    "qwen35": _NEXT,
-    "qwen35moe": _NEXT,
     "qwen3next": replace(_NEXT, positions=1),
-    "qwen3vl": Style(positions=4),
-    "qwen3vlmoe": Style(positions=4),
     "smallthinker": Style(rope="not_first_of_four", router_first=True),
     "smollm3": Style(rope="not_fourth"),
 }

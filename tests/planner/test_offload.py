@@ -1,5 +1,6 @@
-"""Layers and experts on the host: what llama.cpp's scheduler reserved on the same card, with
-nothing allocated, for the models whose headers are here. Exact, or the rule is not understood."""
+"""Layers and experts on the host: what llama.cpp's scheduler reserved on the same card, or on a
+device that answers as one, with nothing allocated, for the models whose headers are here. Exact,
+or the rule is not understood."""
 
 from __future__ import annotations
 
