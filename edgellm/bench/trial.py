@@ -26,7 +26,7 @@ from edgellm.errors import EdgeLLMError
 from edgellm.metrics import request_timings
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Request, SamplingParams
-from edgellm.runtime import engine_options, plan_model
+from edgellm.runtime import engine_options, plan_model, remember_load
 from edgellm.units import MiB, format_bytes
 
 OBJECTIVES: Final = {
@@ -108,6 +108,7 @@ class EngineTrials:
         engine = await Engine.load(
             plan, backend=resolved.engine.backend, options=self.options(resolved)
         )
+        await remember_load(plan, engine, speed=False)  # settings under trial may be bad ones
         try:
             reason = spilled(engine.plan, engine.report)
             if reason:

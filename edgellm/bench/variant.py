@@ -14,8 +14,7 @@ from edgellm import config
 from edgellm.chat import ChatModel
 from edgellm.engine.client import Engine
 from edgellm.errors import ConfigError
-from edgellm.planner import observed
-from edgellm.runtime import engine_options, plan_model
+from edgellm.runtime import engine_options, plan_model, remember_load
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +69,7 @@ async def opened(
         plan, backend=resolved.engine.backend, options=engine_options(resolved)
     )
     try:
-        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+        await remember_load(plan, engine)
         yield engine
     finally:
         await engine.close()

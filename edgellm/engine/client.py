@@ -42,6 +42,8 @@ LOG_TAIL: Final = 12
 HANG_S: Final = 120.0
 HANG_STEPS: Final = 20
 """A step may last this many times what the plan predicts before it counts as hung."""
+LONG_ANSWER: Final = 64
+"""Tokens from which an answer's rate says how fast the model is here."""
 MAX_REPLAYS: Final = 1
 """A request that was running when two children died is not given to a third."""
 
@@ -53,11 +55,12 @@ def _ignore(_: object) -> None:
 class _Stream:
     """Events of one request on their way to its consumer."""
 
-    __slots__ = ("_events", "_waiter", "n_replays", "n_sent", "request", "started")
+    __slots__ = ("_events", "_waiter", "alone", "n_replays", "n_sent", "request", "started")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started = False
+        self.alone = True
         self.n_sent = 0
         self.n_replays = 0
         self._events: deque[TokenEvent | EdgeLLMError] = deque()
@@ -226,6 +229,10 @@ class Engine:
         self._keeper: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._hung = ""
+        self.alone_tps = 0.0
+        """Tokens a second of the fastest long answer that nothing else ran beside; 0: none yet."""
+        self.on_closed: Callable[[], None] | None = None
+        """Called in a thread once the child has exited."""
 
     # -- life --------------------------------------------------------------------------------
 
@@ -466,6 +473,8 @@ class Engine:
         await _cancelled(self._watcher)
         self._sort_out(error)
         self._give_up(error)
+        if self.on_closed is not None:
+            await asyncio.to_thread(self.on_closed)
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -525,6 +534,9 @@ class Engine:
             raise InvalidRequestError(f"request id {request.id} is in use", param="id")
         await self._wait_ready()
         stream = self._streams[request.id] = _Stream(request)
+        if len(self._streams) > 1:
+            for other in self._streams.values():
+                other.alone = False
         is_over = False
         self._send(wire.Generate(request))
         try:
@@ -536,11 +548,19 @@ class Engine:
                 is_over = item.is_last
                 if item.error is not None:
                     raise wire.rebuild_error(item.error)
+                if is_over and stream.alone:
+                    self._note_speed(item)
                 yield item
         finally:
             self._streams.pop(request.id, None)
             if not is_over:
                 self._send(wire.Cancel(request.id))
+
+    def _note_speed(self, last: TokenEvent) -> None:
+        if last.timings is None or last.usage is None or last.usage.n_output < LONG_ANSWER:
+            return
+        if not last.usage.n_drafted:
+            self.alone_tps = max(self.alone_tps, last.timings.decode_tps or 0.0)
 
     async def embed(self, request: EmbedRequest) -> EmbedResult:
         """A vector (or a score) for each input."""

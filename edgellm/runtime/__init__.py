@@ -12,6 +12,7 @@ from edgellm.runtime.opening import (
     plan_devices,
     plan_model,
     plan_request,
+    remember_load,
     replanner,
     with_workers,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "plan_devices",
     "plan_model",
     "plan_request",
+    "remember_load",
     "replanner",
     "with_workers",
 ]

@@ -27,7 +27,6 @@ from edgellm.errors import (
 )
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
-from edgellm.planner import observed
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.runtime.opening import (
@@ -35,6 +34,7 @@ from edgellm.runtime.opening import (
     engine_options,
     local_path,
     plan_request,
+    remember_load,
     replanner,
     vram_of,
     with_workers,
@@ -531,7 +531,7 @@ def make_runtime(
         engine = await Engine.load(
             plan, backend=runs, options=how, on_progress=on_progress, replan=again
         )
-        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+        await remember_load(plan, engine)
         return engine
 
     return Runtime(

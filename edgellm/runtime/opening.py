@@ -78,8 +78,20 @@ async def open_engine(
         options=engine_options(settings),
         replan=replanner(Pool(settings.plan.worker), request or plan_request(settings)),
     )
-    await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+    await remember_load(plan, engine)
     return engine
+
+
+async def remember_load(plan: Plan, engine: Engine, *, speed: bool = True) -> None:
+    """Keep for later plans what this load showed and, once it is closed, how fast it was."""
+    import asyncio
+
+    def keep_speed() -> None:
+        observed.remember(observed.observe_speed(plan, engine.alone_tps))
+
+    await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+    if speed and engine.info.backend == "llama" and not engine.report.fallbacks:
+        engine.on_closed = keep_speed
 
 
 def engine_options(settings: Settings) -> EngineOptions:

@@ -5,7 +5,6 @@ Everything heavy is imported when it is first asked for: the first paint waits f
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -171,8 +170,7 @@ class LocalServices:
         from edgellm.engine.build import require_engine
         from edgellm.engine.client import Engine
         from edgellm.engine.info import LoadProgress
-        from edgellm.planner import observed
-        from edgellm.runtime import engine_options, plan_request, replanner
+        from edgellm.runtime import engine_options, plan_request, remember_load, replanner
         from edgellm.tui.local import LocalEndpoint
         from edgellm.workers import Pool
 
@@ -188,7 +186,7 @@ class LocalServices:
             options=engine_options(self.settings),
             replan=replanner(Pool(self.settings.plan.worker), plan_request(self.settings)),
         )  # fmt: skip
-        await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
+        await remember_load(plan, engine)
         return LocalEndpoint(engine)
 
     async def attach(self, url: str, api_key: str | None = None) -> Endpoint:

@@ -211,3 +211,25 @@ async def test_a_closed_engine_ends_its_streams_and_its_child() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not engine.is_alive
+
+
+async def test_a_long_answer_that_ran_alone_says_how_fast_the_model_is(engine: Engine) -> None:
+    def long(prompt: str) -> Request:
+        return request(prompt, max_tokens=64, ignore_eos=True)
+
+    await collect(engine, request("a short one", max_tokens=8, ignore_eos=True))
+    assert engine.alone_tps == 0
+    await asyncio.gather(collect(engine, long("one of two")), collect(engine, long("the other")))
+    assert engine.alone_tps == 0
+    last = (await collect(engine, long("the answer is")))[-1]
+    assert last.timings is not None
+    assert engine.alone_tps == last.timings.decode_tps > 0
+
+
+async def test_who_wants_to_know_is_told_that_the_engine_was_closed() -> None:
+    engine = await Engine.load(plan(), backend="scripted")
+    told: list[bool] = []
+    engine.on_closed = lambda: told.append(engine.is_alive)
+    await engine.close()
+    await engine.close()
+    assert told == [False]

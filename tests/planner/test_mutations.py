@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.devices import Gpu, Host
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner import backends, compute, estimate, memo, memory, sched
+from edgellm.planner import backends, compute, estimate, memo, memory, ram, sched
 from edgellm.planner.placement import aligned, layer_devices
 from edgellm.units import MiB
 from tests.planner.conftest import ROWS
@@ -72,7 +72,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "sliding windows ignored": (estimate, "cache_shape", every_cell_everywhere),
     "recurrent state ignored": (estimate, "state_bytes", lambda *_: 0),
     "no logits buffer": (estimate, "output_bytes", lambda *_: 0),
-    "tensors summed instead of mapped": (estimate, "mapped_bytes", aligned),
+    "tensors summed instead of mapped": (ram, "mapped_bytes", aligned),
     "a quantised cache attended to as it is": (backends, "_ALLOC_SIZE", {}),
     "no kernels fused for experts": (backends, "moe_dependencies", lambda _nodes: []),
     "flash attention always on": (estimate, "flash_resolves", lambda *_: True),
