@@ -22,11 +22,12 @@ from edgellm.errors import DoesNotFitError
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
 from edgellm.planner.estimate import Ledger, estimate, replace
-from edgellm.planner.fit import make_plan, terms_of
+from edgellm.planner.fit import make_plan
 from edgellm.planner.params import UBATCHES, base_params, kv_kinds
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams, PlanRequest
 from edgellm.planner.speed import card, host_card, predict
+from edgellm.planner.terms import terms_of
 from edgellm.units import GiB
 
 HEADERS = Path(__file__).parent.parent / "tests" / "data" / "planner" / "headers"

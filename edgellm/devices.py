@@ -59,6 +59,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     os: str = ""
     unified: bool = False
     """The GPU shares this memory (Apple silicon, most integrated GPUs)."""
+    features: tuple[str, ...] = ()
+    """What its kernels may use: avx2, avx512, dotprod, i8mm."""
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +205,22 @@ def _host() -> Host:
         available=available,
         os=f"{platform.system()} {platform.release()}",
         unified=_is_apple(),
+        features=_cpu_features(),
     )
+
+
+_FEATURES: Final = {"avx2": "avx2", "avx512f": "avx512", "asimddp": "dotprod", "i8mm": "i8mm"}
+"""The kernel's names, and llama.cpp's."""
+
+
+def _cpu_features() -> tuple[str, ...]:
+    """From /proc/cpuinfo; elsewhere what every such machine of the last ten years has."""
+    for line in _read(_PROC / "cpuinfo").splitlines():
+        name, _, words = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            there = set(words.split())
+            return tuple(ours for theirs, ours in _FEATURES.items() if theirs in there)
+    return ("dotprod",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx2",)
 
 
 def _usable_cpus() -> int:

@@ -9,9 +9,10 @@ import msgspec
 from edgellm.devices import Devices
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner.fit import SAME, make_plan
+from edgellm.planner.fit import make_plan
 from edgellm.planner.params import UBATCHES, kv_kinds
 from edgellm.planner.plan import Alternative, Plan, PlanRequest
+from edgellm.planner.search import SAME
 from edgellm.planner.speed import rate
 from edgellm.units import format_bytes
 

@@ -18,7 +18,7 @@ from edgellm.planner.memory import (
     resolve_ctx,
     state_bytes,
 )
-from edgellm.planner.overhead import Workspace, default_overhead, workspace
+from edgellm.planner.overhead import Workspace, workspace
 from edgellm.planner.placement import (
     HOST,
     aligned,
@@ -27,26 +27,8 @@ from edgellm.planner.placement import (
     mapped_bytes,
 )
 from edgellm.planner.plan import DeviceLedger, HostLedger, PlanParams
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What is asked of a device beside the model: bytes kept free, bytes the backend takes."""
-
-    margin: int = 0
-    overhead: int | None = None
-    """As asked for, whatever the settings; None: what follows."""
-    base: int | None = None
-    """The backend's own part as seen here, to which the settings' is added; None: the table's."""
-    extra: int = 0
-    """Bytes beside the model: a draft model, a projector."""
-
-
-def terms_overhead(gpu: Gpu, terms: Terms) -> int:
-    """What the backend takes on ``gpu`` whatever the settings."""
-    if terms.overhead is not None:
-        return terms.overhead
-    return default_overhead(gpu) if terms.base is None else terms.base
+from edgellm.planner.ram import host_ledger, host_weights
+from edgellm.planner.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -62,7 +44,8 @@ class Ledger:
 
     @property
     def fits(self) -> bool:
-        return all(d.headroom >= 0 for d in self.devices) and self.host.used <= self.host.available
+        in_ram = max(self.host.used, self.host.load_peak) <= self.host.available
+        return in_ram and all(d.headroom >= 0 for d in self.devices)
 
 
 def estimate(
@@ -93,25 +76,25 @@ def estimate(
         every_block=every_block,
     )
     each = list(terms) if terms is not None else [Terms()] * len(gpus)
-    ledgers = []
-    for i, gpu in enumerate(gpus):
-        work = workspace(gpu, shape, params, cache, devices, card=i, flash=flash)
-        ledgers.append(
-            _device_ledger(
-                gpu,
-                each[i],
-                work,
-                weights=_weights(gpu, params, held.get(i, ())),
-                kv_cache=kv.get(i, 0),
-                recurrent_state=state.get(i, 0),
-                compute=compute.devices[i],
-                extra=each[i].extra,
-                n_layers=sum(1 for d in devices if d == i),
-            )
+    ledgers = tuple(
+        _device_ledger(
+            gpu,
+            each[i],
+            workspace(gpu, shape, params, cache, devices, card=i, flash=flash),
+            weights=_weights(gpu, params, held.get(i, ())),
+            kv_cache=kv.get(i, 0),
+            recurrent_state=state.get(i, 0),
+            compute=compute.devices[i],
+            extra=each[i].extra,
+            n_layers=sum(1 for d in devices if d == i),
         )
-    host_ledger = _host_ledger(
+        for i, gpu in enumerate(gpus)
+    )
+    ram = host_ledger(
+        shape,
+        params,
         host,
-        weights=mapped_bytes(held[HOST]) if params.use_mmap else sum(t.n_bytes for t in held[HOST]),
+        host_weights(shape, params, held[HOST], gpus, host, output_here=devices[-1] == HOST),
         kv_cache=kv.get(HOST, 0),
         recurrent_state=state.get(HOST, 0),
         compute=compute.host,
@@ -120,8 +103,8 @@ def estimate(
     )
     return Ledger(
         params=params,
-        devices=tuple(ledgers),
-        host=host_ledger,
+        devices=ledgers,
+        host=ram,
         layer_device=tuple(devices),
         flash=flash,
     )
@@ -196,7 +179,7 @@ def _device_ledger(
     used = sum(entries.values())
     if terms.overhead is not None or not used:
         work = Workspace()
-    overhead = terms_overhead(gpu, terms) + work.total if used else 0
+    overhead = terms.backend(gpu) + work.total if used else 0
     return DeviceLedger(
         id=gpu.id,
         name=gpu.name,
@@ -212,10 +195,4 @@ def _device_ledger(
         uuid=gpu.uuid,
         n_layers=n_layers,
         **entries,
-    )
-
-
-def _host_ledger(host: Host, **entries: int) -> HostLedger:
-    return HostLedger(
-        total=host.total, available=host.available, used=sum(entries.values()), **entries
     )

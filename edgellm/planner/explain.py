@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 _ENTRIES: Final = (
     ("weights", "weights", "blue"),
+    ("repacked", "repacked copies", "bright_blue"),
     ("kv_cache", "KV cache", "green"),
     ("recurrent_state", "state", "cyan"),
     ("compute", "compute", "yellow"),
     ("output", "output", "red"),
     ("extra", "draft, vision", "white"),
+    ("process", "engine", "magenta"),
     ("overhead", "overhead", "magenta"),
 )
 _WIDTH: Final = 48
@@ -42,6 +44,8 @@ def render(plan: Plan, shape: ModelShape | None = None) -> None:
     _print_bars(console, plan)
     console.print(_ledger(plan))
     _print_summary(console, plan)
+    if beside := _beside(plan.host):
+        console.print(f"  {beside}", style="dim")
     _print_reasons(console, plan)
     if shape is not None:
         for line in arithmetic(shape, plan):
@@ -63,7 +67,7 @@ def _print_bars(console: Console, plan: Plan) -> None:
 
 def _bar(ledger: DeviceLedger | HostLedger, room: int, margin: int) -> list[tuple[str, str]]:
     """Cells in proportion, rounded so that their sum is that of the bytes."""
-    parts, filled, done = [], 0, 0
+    parts, filled, done = [], 0, -getattr(ledger, "idle", 0)
     for name, _, color in _ENTRIES:
         done += getattr(ledger, name, 0)
         until = min(round(_WIDTH * done / room), _WIDTH) if room else 0
@@ -89,11 +93,24 @@ def _ledger(plan: Plan) -> Table:
         sizes = [getattr(ledger, name, 0) for ledger in ledgers]
         if any(sizes):
             table.add_row(Text(f"█ {label}", style=color), *map(_mib, sizes))
+    if plan.host.idle:
+        table.add_row("  idle pages", *[""] * len(plan.devices), f"-{_mib(plan.host.idle)}")
     table.add_row("  used", *(_mib(ledger.used) for ledger in ledgers))
     if plan.devices:
         table.add_row("░ margin", *(_mib(d.margin) for d in plan.devices), "")
         table.add_row("· left", *(_mib(d.headroom) for d in plan.devices), "")
     return table
+
+
+def _beside(host: HostLedger) -> str:
+    """What RAM is also used for, and given back."""
+    parts = [
+        ("while loading", host.load_peak if host.load_peak > host.used else 0),
+        ("for prompts seen before, at most", host.prompt_cache),
+        ("of the file in the page cache", host.page_cache),
+    ]
+    said = ", ".join(f"{format_bytes(size)} {what}" for what, size in parts if size)
+    return f"RAM beside that: {said}" if said else ""
 
 
 def _mib(size: int) -> str:

@@ -71,7 +71,7 @@ def observe_speed(plan: Plan, decode_tps: float, at: float = 0.0) -> tuple[Obser
     """What a measured decode speed says about the devices of a plan."""
     if decode_tps <= 0 or plan.speed.decode_tps <= 0:
         return ()
-    ratio = decode_tps / plan.speed.decode_tps
+    ratio = decode_tps / plan.speed.decode_tps * plan.speed.correction
     used = [(d.uuid or d.name, d.backend) for d in plan.devices if d.used] or [("host", "")]
     return tuple(
         Observation(device=name, backend=backend, arch=plan.model.arch, decode_ratio=ratio, at=at)

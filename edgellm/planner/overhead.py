@@ -13,6 +13,7 @@ from typing import Final
 
 from edgellm.devices import Gpu
 from edgellm.gguf.shape import LayerShape, ModelShape, Tensor
+from edgellm.planner.memo import remembered
 from edgellm.planner.memory import CacheShape
 from edgellm.planner.placement import HOST, loaded
 from edgellm.planner.plan import PlanParams
@@ -91,10 +92,12 @@ def workspace(
     if gpu.backend != "cuda":
         return Workspace()
     here = [x for il, x in enumerate(shape.layers) if devices[il] == card and loaded(x)]
-    floats = any(_is_float(t) for x in here for t in x.tensors) or (
-        shape.has_experts and bool(here)
+    wide: list[_Widths] = remembered(
+        shape, "widths", lambda: [_widths(shape, x) for x in shape.layers]
     )
-    pool = warm = max((_activations(shape, x, params.n_ubatch) for x in here), default=0)
+    own = [wide[il] for il, x in enumerate(shape.layers) if devices[il] == card and loaded(x)]
+    floats = any(w.floats for w in own) or (shape.has_experts and bool(own))
+    pool = warm = params.n_ubatch * max((w.a_token for w in own), default=0)
     if not flash:
         floats = floats or any(x.has_kv for x in here)
         pool = max([pool, *(_attention_pool(x, params, _cells(x, cache)) for x in here)])
@@ -125,13 +128,20 @@ def _attention_pool(layer: LayerShape, params: PlanParams, cells: int) -> int:
 _FLOATS: Final = ("F16", "BF16")
 
 
-def _activations(shape: ModelShape, layer: LayerShape, n_ubatch: int) -> int:
-    """The largest product's input as q8_1 blocks (mmq.cu: for experts a row each that a token
-    uses), or its input and output as 16-bit floats."""
+@dataclass(frozen=True)
+class _Widths:
+    """Of a block: elements of its 16-bit matrices' input and output, bytes a token of the largest
+    product's input as q8_1 blocks (mmq.cu: for experts a row each that a token uses)."""
+
+    floats: int
+    a_token: int
+
+
+def _widths(shape: ModelShape, layer: LayerShape) -> _Widths:
     rows = max(layer.n_expert_used, 1)
     widest = max(rows * shape.n_embd if layer.expert_tensors else layer.n_ff, shape.n_embd)
     floats = max((t.dims[0] + t.dims[1] for t in layer.tensors if _is_float(t)), default=0)
-    return max(widest * n_ubatch * 36 // 32, 2 * n_ubatch * floats)
+    return _Widths(floats, max(widest * 36 // 32, 2 * floats))
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -52,7 +52,7 @@ def base_params(shape: ModelShape, devices: Devices, request: PlanRequest) -> Pl
     """``request`` with edgellm's own defaults: outputs for the sequences only, one cache for all,
     a thread a physical core, a context of 8192 or the model's own where that is smaller."""
     n_seq = request.n_seq_max or 1
-    n_ctx = request.n_ctx or min(DEFAULT_CTX, shape.n_ctx_train or DEFAULT_CTX)
+    n_ctx = request.n_ctx or default_ctx(shape, request)
     threads = max(devices.host.n_physical, 1)
     embeds = shape.is_encoder if request.embeddings is None else request.embeddings
     return replace(
@@ -64,6 +64,11 @@ def base_params(shape: ModelShape, devices: Devices, request: PlanRequest) -> Pl
         n_threads_batch=request.n_threads_batch or threads,
         embeddings=embeds,
     )
+
+
+def default_ctx(shape: ModelShape, request: PlanRequest) -> int:
+    """8192, or what the model was trained for where that is less; never below ``min_ctx``."""
+    return max(min(DEFAULT_CTX, shape.n_ctx_train or DEFAULT_CTX), request.min_ctx or 0)
 
 
 def kv_kinds(shape: ModelShape, request: PlanRequest) -> list[tuple[str, str]]:

@@ -105,18 +105,32 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of RAM. ``used`` is the sum of the entries."""
+    """Bytes of RAM. ``used``, what must stay there, is weights - idle + repacked + kv_cache +
+    recurrent_state + compute + output + extra + process."""
 
     total: int
     available: int
     weights: int = 0
+    """As llama.cpp reports them: mapped from the first to the last of them, or read."""
+    repacked: int = 0
+    """Copies in the layout of the CPU's kernels."""
+    idle: int = 0
+    """Of ``weights``, mapped pages between them that nobody reads: given back when needed."""
     kv_cache: int = 0
     recurrent_state: int = 0
     compute: int = 0
     output: int = 0
     extra: int = 0
     """The draft model and the projector."""
+    process: int = 0
+    """The engine itself and the vocabulary."""
     used: int = 0
+    prompt_cache: int = 0
+    """Beside ``used``: copies of caches that the engine may keep for prompts it saw before."""
+    page_cache: int = 0
+    """Beside ``used``: the file, read once; the system gives it back when asked."""
+    load_peak: int = 0
+    """What must be there while it loads."""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +141,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     basis: str
     """table, measured, or unknown device."""
     bottleneck: str = ""
+    correction: float = 1.0
+    """What ``decode_tps`` was multiplied by: measured over predicted, of earlier loads here."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

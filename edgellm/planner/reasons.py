@@ -161,6 +161,14 @@ def reasons(
             else "one attention would run on another device than its layer",
         ),
     ]
+    found += _of_placement(shape, request, ledger)
+    found.append(Reason(param="n_threads", value=str(p.n_threads), why="one a physical core"))
+    return tuple(found)
+
+
+def _of_placement(shape: ModelShape, request: PlanRequest, ledger: Ledger) -> list[Reason]:
+    """Of the parameters that only some models and machines have."""
+    p, asked, found = ledger.params, "as asked", list[Reason]()
     if shape.has_experts:
         why = asked if request.n_cpu_moe is not None else "experts go to the host before layers do"
         value = f"{p.n_cpu_moe} of {shape.n_layer}"
@@ -170,11 +178,15 @@ def reasons(
         found.append(
             Reason(param="tensor_split", value=split, why="the fastest cards filled first")
         )
+    if not p.use_mmap:
+        why = "prompts copy host weights to the card, five times as fast from pinned memory"
+        found.append(
+            Reason(param="use_mmap", value="off", why=why if request.use_mmap is None else asked)
+        )
     if p.draft_model:
         where = "on the first card, where it is fast" if p.draft_n_gpu_layers else "no GPU"
         found.append(Reason(param="draft_model", value=p.draft_model, why=where))
-    found.append(Reason(param="n_threads", value=str(p.n_threads), why="one a physical core"))
-    return tuple(found)
+    return found
 
 
 def does_not_fit(shape: ModelShape, ledger: Ledger, fix: str | None) -> DoesNotFitError:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from edgellm.devices import Devices, Host, hypothetical
+from edgellm.errors import PlanError
 from edgellm.gguf.shape import ModelShape, Tensor
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
@@ -115,3 +116,24 @@ def test_an_unknown_architecture_is_estimated_with_a_warning(shape_of: Shapes) -
     plan = planned(shape, 24)
     assert plan.verdict == "gpu"
     assert warning in plan.warnings
+
+
+def test_the_least_context_is_held_where_it_is_above_the_default(
+    shape_of: Callable[[str], ModelShape],
+) -> None:
+    """It was ignored, and 8192 planned."""
+    shape = shape_of("llama-3.2-1b")
+    assert planned(shape, 8, min_ctx=20000).params.n_ctx >= 20000
+    past = planned(shape, 24, min_ctx=200000)
+    assert past.params.n_ctx >= 200000
+    assert any("past the" in warning for warning in past.warnings)
+    with pytest.raises(PlanError, match="below the least"):
+        planned(shape, 8, n_ctx=4096, min_ctx=8192)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_main_gpu_that_is_not_there_is_refused(
+    shape_of: Callable[[str], ModelShape], fixed: bool
+) -> None:
+    with pytest.raises(PlanError, match="no card 7: the cards here are 0 to 0"):
+        planned(shape_of("llama-3.2-1b"), 8, main_gpu=7, fixed=fixed)

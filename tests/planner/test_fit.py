@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from edgellm.devices import Devices, Gpu, Host, hypothetical
 from edgellm.errors import DoesNotFitError
 from edgellm.gguf.shape import LayerShape, ModelShape, Tensor
-from edgellm.planner.fit import SAME, distribute, make_plan
+from edgellm.planner.filling import distribute
+from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.planner.search import SAME
 from edgellm.units import GiB, MiB
 
 HOST = Host(cpu="cpu", n_physical=8, n_logical=16, total=64 * GiB, available=60 * GiB)

@@ -9,8 +9,9 @@ import pytest
 
 from edgellm.devices import Gpu, Host
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner.estimate import Ledger, Terms, estimate
+from edgellm.planner.estimate import Ledger, estimate
 from edgellm.planner.plan import PlanParams
+from edgellm.planner.terms import Terms
 from edgellm.units import MiB
 from tests.planner.conftest import ROWS
 

@@ -102,6 +102,26 @@ def test_a_measured_speed_replaces_the_table(shape_of: Shapes) -> None:
     assert (plan.speed.basis, again.speed.basis) == ("table", "measured")
 
 
+def test_the_same_speed_measured_again_changes_nothing(shape_of: Shapes) -> None:
+    """The second time the prediction was right: its ratio is still the first one's."""
+    shape = shape_of("llama-3.1-8b")
+    half = planned(shape).speed.decode_tps / 2
+    seen = observed.observe_speed(planned(shape), half)
+    again = planned(shape, *observed.observe_speed(planned(shape, *seen), half))
+    assert again.speed.decode_tps == pytest.approx(half)
+
+
+def test_workspaces_of_the_settings_are_not_learned_as_the_cards(shape_of: Shapes) -> None:
+    """A load with layers on the host must not raise what a whole one is planned with."""
+    shape = shape_of("llama-3.1-8b")
+    whole = planned(shape)
+    part = planned(shape, n_gpu_layers=8)
+    taken = part.devices[0].overhead - part.devices[0].growth
+    seen = observed.observe(part, loaded(part, taken))
+    assert part.devices[0].workspace > 0
+    assert planned(shape, *seen).devices[0].overhead == whole.devices[0].overhead
+
+
 def test_a_measured_memory_bandwidth_is_used(shape_of: Shapes) -> None:
     shape, slow = shape_of("llama-3.1-8b"), Observation(device="host", bandwidth=5e9)
     cpu = Devices(host=HOST)

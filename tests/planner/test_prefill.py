@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.devices import Devices, Gpu, Host
 from edgellm.gguf.shape import ModelShape
-from edgellm.planner import fit
+from edgellm.planner import search
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.units import GiB
@@ -86,7 +86,7 @@ def test_weights_that_batches_copy_are_pinned_where_ram_allows(
 ) -> None:
     shape, card = shape_of("llama-3.1-8b"), small(h200, 4)
     assert plan_of(shape, card, host).params.use_mmap is False
-    monkeypatch.setattr(fit, "MOST_PINNED", 0.01)
+    monkeypatch.setattr(search, "MOST_PINNED", 0.01)
     assert plan_of(shape, card, host).params.use_mmap is True
     monkeypatch.undo()
     assert plan_of(shape, card, host, use_mmap=True).params.use_mmap is True
