@@ -36,7 +36,9 @@ from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import model_shape
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.runtime.opening import replanner
 from edgellm.units import GiB, MiB
+from edgellm.workers import Pool
 
 PLANNED_FREE = 8 * GiB
 LEFT_AT_LOAD = (6 * GiB, 4 * GiB, 2 * GiB, 512 * MiB)
@@ -59,7 +61,8 @@ async def load_with_less(plan: Plan, left: int) -> Case:
     """Load a plan made for more memory than is left now, and answer once."""
     name = f"planned for {PLANNED_FREE // MiB} MiB, {left // MiB} MiB left at load"
     try:
-        engine = await Engine.load(plan, options=EngineOptions(restart=False))
+        again = replanner(Pool(()), PlanRequest(n_ctx=plan.params.n_ctx))
+        engine = await Engine.load(plan, options=EngineOptions(restart=False), replan=again)
     except EdgeLLMError as error:
         said = f"{type(error).__name__}: {error.message} (try: {error.hint})"
         return Case(name, said, is_good=bool(error.hint))

@@ -20,7 +20,7 @@ import edgellm
 from edgellm.devices import probe
 from edgellm.engine import wire
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
-from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards
+from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards, nothing_smaller
 from edgellm.engine.rpc import lost_worker, unreachable
 from edgellm.errors import (
     EdgeLLMError,
@@ -272,7 +272,7 @@ class Engine:
                     continue
                 step = ladder.step_down(error)
                 if step is None:
-                    raise
+                    raise nothing_smaller(engine.plan, error, ladder.said) from error
                 engine.plan = ladder.plan
                 report(LoadProgress(stage="fallback", fraction=0.0, message=step))
         after = await _driver_numbers(engine.plan)

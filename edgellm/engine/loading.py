@@ -44,6 +44,33 @@ def lost_cards(plan: Plan, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     )
 
 
+def nothing_smaller(plan: Plan, error: EdgeLLMError, said: Sequence[str]) -> EdgeLLMError:
+    """``error``, after which there is no smaller plan, as the person should read it: which device
+    ran out, what was tried and what to do. An error of another kind stays what it is."""
+    if not is_out_of_memory(error):
+        return error
+    used = [d for d in plan.devices if d.used]
+    card = next((d for d in used if d.id in error.message), used[0] if used else None)
+    device = getattr(error, "device", card.id if card else "host")
+    tried = f" after {len(said)} smaller plans" if said else ""
+    free_it = f"free memory on {device}, or load less: edgellm plan {plan.model.path or 'MODEL'}"
+    why = _last_line(error.message)
+    return DoesNotFitError(
+        f"{device} ran out of memory while the model was loaded{tried}: {why}",
+        device=device,
+        required=getattr(error, "required", card.used if card else plan.host.used),
+        available=getattr(error, "available", card.free if card else plan.host.available),
+        smallest_fix=error.hint or free_it,
+    )
+
+
+def _last_line(message: str) -> str:
+    """What was said of memory, last: a child's last words are many lines of its log."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    about = [line for line in lines if any(sign in line.lower() for sign in _SIGNS)]
+    return (about or lines or ["no reason given"])[-1]
+
+
 Rung = tuple[dict[str, Any], str]
 
 

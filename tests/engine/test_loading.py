@@ -10,7 +10,7 @@ import pytest
 from edgellm.devices import Gpu
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Fault, LoadProgress, Script
-from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards
+from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards, nothing_smaller
 from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
 from tests.engine.factories import plan
@@ -85,6 +85,29 @@ async def test_loading_goes_down_a_rung_and_says_it() -> None:
     assert engine.report.fallbacks == ("out of memory: n_ubatch 256 -> 64",)
     assert [p.stage for p in seen if p.stage in ("fallback", "ready")] == ["fallback", "ready"]
     await engine.close()
+
+
+def test_after_the_last_rung_the_error_names_the_device_what_was_tried_and_what_to_do() -> None:
+    words = "ended by SIGABRT while loading; its last words:\nreserve took 11 ms\n"
+    died = EngineDeadError(words + "CUDA error: out of memory\n  current device: 0")
+    error = nothing_smaller(plan(), died, ["a", "b", "c"])
+    assert isinstance(error, DoesNotFitError)
+    assert "after 3 smaller plans: CUDA error: out of memory" in error.message
+    assert "reserve took" not in error.message
+    assert "edgellm plan" in (error.hint or "")
+
+
+def test_an_error_that_is_not_about_memory_stays_itself_after_the_last_rung() -> None:
+    error = EngineDeadError("ended by SIGSEGV")
+    assert nothing_smaller(plan(), error, ["a"]) is error
+
+
+async def test_a_model_that_no_rung_makes_fit_ends_in_an_error_with_the_next_step() -> None:
+    script = Script(faults=(Fault(kind="oom", code=1),))
+    with pytest.raises(DoesNotFitError) as caught:
+        await Engine.load(plan(), backend="scripted", options=EngineOptions(script=script))
+    assert "smaller plans" in caught.value.message
+    assert caught.value.hint
 
 
 async def test_memory_that_others_took_since_the_plan_was_made_is_planned_again_for() -> None:
