@@ -406,6 +406,16 @@ def test_timings_per_token_counts_up_in_every_chunk(http: httpx.Client, path: st
     assert not any("prompt_progress" in c for c in chunks)
 
 
+@pytest.mark.parametrize("samplers", [["penalties", "top_k", "temperature"], "ekt"])
+def test_samplers_that_are_not_named_do_nothing(http: httpx.Client, samplers: Any) -> None:
+    body = {"prompt": TEXT, "n_predict": 1, "top_p": 0.5, "top_k": 7, "samplers": samplers}
+    used = http.post("/completion", json=body).json()["generation_settings"]
+    assert (used["top_k"], used["top_p"], used["min_p"]) == (7, 1.0, 0.0)
+    body["samplers"] = []
+    used = http.post("/completion", json=body).json()["generation_settings"]
+    assert (used["top_k"], used["top_p"]) == (7, 0.5)
+
+
 def test_responses_tell_progress_and_timings_too(http: httpx.Client) -> None:
     body = {"input": "word " * 400, "max_output_tokens": 4, "ignore_eos": True, "store": False}
     asked = {"return_progress": True, "timings_per_token": True}

@@ -46,6 +46,7 @@ class SamplingFields(Wire, kw_only=True):
     min_tokens: int | None = None
     n: int | None = None
     n_predict: int | None = None
+    samplers: list[str] | str | None = None
     grammar: str | None = None
     json_schema: Any = None
     guided_json: Any = None
@@ -88,6 +89,9 @@ class ResponseFormat(Wire, kw_only=True):
     pattern: str | None = None
 
 
+_NOT_TYPICAL: Final = {"typical_p": 1.0}
+_NO_PENALTIES: Final = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 # wire name -> SamplingParams name; the first that is given wins.
 _SAME: Final = (
     ("temperature", "temperature"),
@@ -102,6 +106,31 @@ _SAME: Final = (
     ("min_tokens", "min_tokens"),
     ("n", "n"),
 )
+
+
+# llama-server's samplers (common/sampling.cpp, common_sampler_types_from_names and _from_chars):
+# the letter, the names, and what the parameters are without it.
+_SAMPLERS: Final[tuple[tuple[str, frozenset[str], dict[str, Any]], ...]] = (
+    ("k", frozenset({"top_k", "top-k"}), {"top_k": 0}),
+    ("p", frozenset({"top_p", "top-p", "nucleus"}), {"top_p": 1.0}),
+    ("m", frozenset({"min_p", "min-p"}), {"min_p": 0.0}),
+    ("y", frozenset({"typ_p", "typ-p", "typ", "typical", "typical_p", "typical-p"}), _NOT_TYPICAL),
+    ("t", frozenset({"temperature", "temp"}), {"temperature": 1.0}),
+    ("e", frozenset({"penalties"}), _NO_PENALTIES),
+)
+
+
+def left_out(samplers: list[str] | str | None) -> dict[str, Any]:
+    """The parameters of the samplers that llama-server's ``samplers`` does not name, switched off.
+    Nothing where the field is absent or empty; their order here is always the same."""
+    if not samplers:
+        return {}
+    off: dict[str, Any] = {}
+    for letter, names, without in _SAMPLERS:
+        is_named = letter in samplers if isinstance(samplers, str) else names & {*samplers}
+        if not is_named:
+            off |= without
+    return off
 
 
 def sampling_params(
@@ -143,6 +172,7 @@ def sampling_params(
         given["logit_bias"] = logit_bias
     if grammar is not None:
         given["grammar"] = grammar
+    given |= left_out(fields.samplers)
     if not given:
         return defaults
     return msgspec.structs.replace(defaults, **given).validate()
