@@ -124,6 +124,8 @@ class Server:
         self.threads = ResponseStore()
         """Conversations of Anthropic's ``thread`` field, by the id of their last message."""
         self.started_at = time.time()
+        self.is_loading = False
+        """The models to begin with are not loaded yet."""
         self.is_draining = False
         self.in_flight = 0
         self.on_stop: Callable[[], None] | None = None

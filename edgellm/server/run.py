@@ -196,8 +196,9 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or the stop endpoint; then drain, unload, and return.
 
-    ``preload`` names models to load before ``on_ready`` is called with the address; a model that
-    cannot be loaded raises here, before anything was served.
+    ``preload`` names models to load before ``on_ready`` is called with the address. Meanwhile
+    /health says 503, lists show how far it is, and other requests wait; a model that cannot be
+    loaded raises here.
     """
     listening = list(sockets) if sockets is not None else open_sockets(bind)
     port = listening[0].getsockname()[1]
@@ -214,17 +215,18 @@ async def serve(
 
     server.on_stop = stop
     with _signals(stop):
+        serving = asyncio.create_task(uv.serve(sockets=listening), name="http")
         try:
-            for name in preload:
-                await server.runtime.load(name)
             if state is not None:
                 state.write(url)
-            if on_ready is not None:
-                on_ready(url)
             log.write("listening", url=url)
-            if not uv.should_exit:
-                await uv.serve(sockets=listening)
+            await _preload(server, preload, serving)
+            if on_ready is not None and not serving.done():
+                on_ready(url)
+            await serving
         finally:
+            uv.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
             for opened in listening:
                 opened.close()
             if state is not None:
@@ -236,6 +238,25 @@ async def serve(
                 server.upstreams.close()
             await server.runtime.close()
             log.write("stopped")
+
+
+async def _preload(server: Server, names: Sequence[str], serving: asyncio.Task[None]) -> None:
+    """Load ``names`` in turn; give up when the server was told to stop."""
+
+    async def load_all() -> None:
+        for name in names:
+            await server.runtime.load(name)
+
+    server.is_loading = True
+    loading = asyncio.create_task(load_all(), name="preload")
+    try:
+        await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+    finally:
+        server.is_loading = False
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
 
 
 def _config(server: Server, bind: Bind) -> uvicorn.Config:

@@ -17,8 +17,10 @@ import pytest
 
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.metrics import EngineStats
-from edgellm.server.core import Limits, Options
-from tests.server.conftest import Running
+from edgellm.runtime import make_runtime
+from edgellm.server.core import Limits, Options, Server
+from edgellm.server.run import Bind, open_sockets, serve
+from tests.server.conftest import STARTER, Running, default_settings
 
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
@@ -265,6 +267,46 @@ def _until_gone(client: httpx.Client) -> list[int]:
         except httpx.TransportError:
             return codes
         time.sleep(0.02)
+
+
+def loading_server() -> tuple[asyncio.Task[None], Server, str, list[str]]:
+    """A server whose first load takes a second, started on the running loop."""
+    engine = EngineOptions(script=Script(answer_tokens=0, load_s=1.0))
+    runtime = make_runtime((STARTER,), default_settings(), backend="scripted", options=engine)
+    server, bind = Server(runtime, Options(log_requests=False)), Bind(port=0, drain_s=5)
+    sockets = open_sockets(bind)
+    ready: list[str] = []
+    task = asyncio.create_task(
+        serve(server, bind, sockets=sockets, on_ready=ready.append, preload=["starter"])
+    )
+    return task, server, f"http://127.0.0.1:{sockets[0].getsockname()[1]}", ready
+
+
+async def test_while_the_first_model_loads_health_says_so_and_requests_wait() -> None:
+    task, server, url, ready = loading_server()
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        early = await client.get("/health")
+        assert (early.status_code, early.json()["error"]["message"]) == (503, "Loading model")
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert model["status"]["value"] in ("unloaded", "loading")
+        assert not ready
+        answer = await client.post("/v1/chat/completions", json={**LONG, "max_tokens": 2})
+        assert answer.status_code == 200
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert ready == [url]
+    assert server.on_stop is not None
+    server.on_stop()
+    await task
+
+
+async def test_a_server_that_is_stopped_while_it_loads_ends_at_once_and_was_never_ready() -> None:
+    task, server, url, ready = loading_server()
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        assert (await client.get("/health")).status_code == 503
+    assert server.on_stop is not None
+    server.on_stop()
+    await asyncio.wait_for(task, 20)
+    assert not ready
 
 
 def test_ps_shows_a_server_and_stop_unloads_its_model_and_ends_it(edgellm_home: Path) -> None:

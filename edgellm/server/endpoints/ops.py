@@ -26,9 +26,14 @@ _HTML: Final = ((b"content-type", b"text/html; charset=utf-8"),)
 
 
 async def health(server: Server, call: Call) -> None:
-    """200 when every loaded engine's loop answered just now; 503 says which did not."""
+    """200 when every loaded engine's loop answered just now; 503 says which did not, or that the
+    first load is under way."""
     if server.is_draining:
         await call.json({"status": "draining"}, status=503)
+        return
+    if server.is_loading:
+        error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
+        await call.json({"status": "loading", "error": error}, status=503)
         return
     leases = server.runtime.loaded()
     answers = await asyncio.gather(*(_ping(lease) for lease in leases))
