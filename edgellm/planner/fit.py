@@ -195,7 +195,8 @@ def _nothing_fits(shape: ModelShape, devices: Devices, request: PlanRequest) -> 
     terms = terms_of(shape, devices.gpus, request)
     candidates = [
         estimate(shape, replace(tight, n_gpu_layers=n), devices.gpus, devices.host, terms)
-        for n in sorted({tight.n_gpu_layers, 0})
+        # Asked for a number of layers, the host alone is no answer, though it may have room.
+        for n in sorted({tight.n_gpu_layers} | ({0} if request.n_gpu_layers is None else set()))
     ]
     nearest = min(candidates, key=_missing)
     if request.force:
