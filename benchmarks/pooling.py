@@ -204,6 +204,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found, notes = await asyncio.to_thread(pool.look)
         result["links"] = msgspec.to_builtins(found)
         result["notes"] = notes
+        for worker_ in found:
+            gigabits = worker_.link.bandwidth * 8 / 1e9
+            milliseconds = worker_.link.latency_s * 1e3
+            say(f"{worker_.endpoint}: {milliseconds:.2f} ms and back, {gigabits:.2f} Gbit/s")
+        for note in notes:
+            say(note)
         plan = await asyncio.to_thread(plan_of, pool, settings, request)
         result["predicted_tps"] = plan.speed.decode_tps
         result["bottleneck"] = plan.speed.bottleneck

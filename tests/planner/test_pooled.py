@@ -6,6 +6,7 @@ import pytest
 
 from edgellm.config import Settings
 from edgellm.devices import Devices, Gpu, hypothetical
+from edgellm.errors import DoesNotFitError
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.planner.speed import Card, card
@@ -124,6 +125,13 @@ def test_several_workers_pipeline_ubatches_and_pay_for_the_copies(
     )
     planned = [d.compute / MiB for d in plan.devices]
     assert planned == pytest.approx(measured, abs=0.1)
+
+
+def test_layers_asked_for_that_no_worker_holds_name_the_worker_not_the_host_with_room() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_with(remote(0, FAST, free=1 * GiB), n_gpu_layers=-1)
+    assert caught.value.device == "RPC0"
+    assert caught.value.required > caught.value.available
 
 
 def test_plans_without_workers_name_none() -> None:
