@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from edgellm.bench.events import Event, read_event
 from edgellm.errors import ConfigError
 
 MAX_ERROR_BODY: Final = 64 * 1024
@@ -82,6 +83,8 @@ class Reply(msgspec.Struct, kw_only=True):
     n_prompt: int | None = None
     n_output: int | None = None
     n_cached: int | None = None
+    retry_after_s: float | None = None
+    """How long a server that refused asked to be left alone."""
     timings: dict[str, Any] | None = None
     """The server's own, when it sends them (llama-server, edgellm)."""
     error: str | None = None
@@ -91,54 +94,17 @@ class Reply(msgspec.Struct, kw_only=True):
     """The body of an answer that is no event stream."""
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+def _status(head: bytes) -> int:
+    """The number in ``HTTP/1.1 200 OK``; raises ValueError when this is no HTTP."""
+    words = head.split(None, 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
+        raise ValueError(f"no HTTP answer: {head[:60]!r}")
+    return int(words[1])
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    timings: dict[str, Any] | None = None
-    error: msgspec.Raw = msgspec.Raw(b"")
-
-
-_decode_chunk: Final = msgspec.json.Decoder(_Chunk).decode
-
-
-def _is_given(raw: msgspec.Raw) -> bool:
-    return bytes(raw) not in (b"", b"null", b"[]")
-
-
-def _text_of(choice: _Choice) -> str:
-    if choice.text is not None:
-        return choice.text
-    delta = choice.delta
-    if delta is None:
-        return ""
-    text = delta.content or delta.reasoning_content or delta.reasoning
-    if text:
-        return text
-    return bytes(delta.tool_calls).decode() if _is_given(delta.tool_calls) else ""
+def _seconds(text: str) -> float | None:
+    """Retry-After in seconds; its other form, a date, is not waited for."""
+    return float(text) if text.isdecimal() else None
 
 
 class _Body:
@@ -210,8 +176,8 @@ class _Exchange(asyncio.Protocol):
         if self.finished.done():
             return
         until_close = self._body is not None and self._body.ends_with_connection
-        if self.reply.is_done or (exc is None and until_close):
-            self._finish(clock())
+        if exc is None and until_close:
+            self._end_body(clock())
         else:
             self._fail("reset", str(exc or "the connection was closed early"), clock())
 
@@ -227,8 +193,7 @@ class _Exchange(asyncio.Protocol):
 
     def _feed(self, data: bytes, now: float) -> None:
         if self._body is None:
-            self._head += data
-            head, found, data = self._head.partition(b"\r\n\r\n")
+            head, found, data = self._take_head(data)
             if not found:
                 return
             self._begin(head)
@@ -241,15 +206,23 @@ class _Exchange(asyncio.Protocol):
         elif len(self.reply.body) < MAX_ERROR_BODY:
             self.reply.body += plain
         if body.is_complete and not self.finished.done():
-            self._finish(now)
+            self._end_body(now)
+
+    def _take_head(self, data: bytes) -> tuple[bytes, bytes, bytes]:
+        """The head, whether it is whole, what follows; interim answers (100, 103) are skipped."""
+        self._head += data
+        while (parts := self._head.partition(b"\r\n\r\n"))[1] and _status(parts[0]) < 200:
+            self._head = parts[2]
+        return parts
 
     def _begin(self, head: bytes) -> None:
-        first, *lines = head.decode("latin-1").split("\r\n")
-        self.reply.status = int(first.split(" ", 2)[1])
+        _, *lines = head.decode("latin-1").split("\r\n")
+        self.reply.status = _status(head)
         headers = {k.strip().lower(): v.strip() for k, _, v in (x.partition(":") for x in lines)}
         self._events = self.reply.status == 200 and "event-stream" in headers.get(
             "content-type", ""
         )
+        self.reply.retry_after_s = _seconds(headers.get("retry-after", ""))
         length = headers.get("content-length")
         self._body = _Body(
             chunked="chunked" in headers.get("transfer-encoding", "").lower(),
@@ -262,34 +235,36 @@ class _Exchange(asyncio.Protocol):
             if line.startswith(b"data:") and not self.finished.done():
                 self._event(line[5:].strip(), now)
 
+    def _end_body(self, now: float) -> None:
+        """Everything has come; a last line without its newline counts too."""
+        self._feed_lines(b"\n", now)
+        self._finish(now)
+
     def _event(self, data: bytes, now: float) -> None:
         reply = self.reply
         if data == b"[DONE]":
             reply.is_done = True
             self._finish(now)
             return
-        chunk = _decode_chunk(data)
-        if _is_given(chunk.error):
-            self._fail("stream", bytes(chunk.error).decode(errors="replace")[:500], now)
+        event = read_event(data)
+        if event.error:
+            self._fail("stream", event.error, now)
             return
-        if chunk.usage is not None:
-            self._take_usage(chunk.usage)
-        reply.timings = chunk.timings or reply.timings
-        for choice in chunk.choices:
-            reply.finish = choice.finish_reason or reply.finish
-            text = _text_of(choice)
-            ids = choice.token_ids
-            if text or ids:
-                reply.arrivals.append(Arrival(now, text, len(ids) if ids else None))
+        self._take(event)
+        if event.text or event.token_ids:
+            reply.arrivals.append(Arrival(now, event.text, len(event.token_ids) or None))
         after = self._disconnect_after
         if after is not None and len(reply.arrivals) >= after:
             self.leave()
 
-    def _take_usage(self, usage: _Usage) -> None:
-        self.reply.n_prompt = usage.prompt_tokens
-        self.reply.n_output = usage.completion_tokens
-        if usage.prompt_tokens_details is not None:
-            self.reply.n_cached = usage.prompt_tokens_details.cached_tokens
+    def _take(self, event: Event) -> None:
+        """Counts that come in every event are running ones: the last says the most."""
+        reply = self.reply
+        reply.finish = event.finish or reply.finish
+        reply.timings = event.timings or reply.timings
+        for name in ("n_prompt", "n_output", "n_cached"):
+            if (value := getattr(event, name)) is not None:
+                setattr(reply, name, value)
 
     def _fail(self, error: str, message: str, now: float) -> None:
         if self.finished.done():

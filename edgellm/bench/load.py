@@ -18,6 +18,10 @@ from edgellm.bench.client import Endpoint, Reply, clock, exchange
 from edgellm.bench.sample import Job, Sample, make_sample
 
 DEFAULT_TIMEOUT_S: Final = 600.0
+PAUSE_S: Final = 0.1
+"""After a failure a closed loop's client waits, or it would use up a run's requests (and the
+server's time) in a hail of refusals."""
+MAX_PAUSE_S: Final = 30.0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +104,16 @@ class Driver:
         """``concurrency`` requests at once until ``n`` were sent and ``seconds`` have passed."""
         begin, taken = clock(), 0
 
+        def goes_on() -> bool:
+            return taken < n or clock() - begin < seconds
+
         async def client() -> None:
             nonlocal taken
-            while taken < n or clock() - begin < seconds:
+            while goes_on():
                 taken += 1
-                await self.send(next(jobs))
+                reply = await self.send(next(jobs))
+                if reply.error is not None and goes_on():
+                    await asyncio.sleep(_pause(reply))
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
 
@@ -136,6 +145,11 @@ class Driver:
                     elapsed_s=clock() - self._begin,
                 )
             )
+
+
+def _pause(reply: Reply) -> float:
+    """What the server asked for with Retry-After, within reason."""
+    return min(MAX_PAUSE_S, max(PAUSE_S, reply.retry_after_s or 0.0))
 
 
 def poisson_times(rate: float, n: int, seed: str) -> list[float]:

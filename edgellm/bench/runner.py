@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -229,7 +228,7 @@ def _drift(phase: Phase, concurrency: int | None) -> float:
 def _curves(good: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
     values = {
         "ttft_s": [s.timings.ttft_s for s in good if s.timings.ttft_s is not None],
-        "itl_s": [b - a for s in good for a, b in pairwise(s.token_times)],
+        "itl_s": [gap for s in good for gap in s.token_gaps()],
         "e2e_s": [s.timings.e2e_s for s in good],
     }
     ordered = {name: sorted(v) for name, v in values.items() if v}
@@ -265,6 +264,8 @@ def figure_warnings(levels: Sequence[Level], config: BenchConfig) -> list[str]:
             )
         if abs(level.drift) > 0.15:
             out.append(f"{level.label}: the rate drifted by {level.drift:+.0%} within a repeat")
+        if (unequal := _unequal_work(level, config)) is not None:
+            out.append(f"{level.label}: {unequal}")
         reused = level.median("cached_ratio") or 0.0
         if reused > 0.2 and not config.scenario.shared_words and config.scenario.file is None:
             out.append(f"{level.label}: {reused:.0%} of distinct prompts came from a cache")
@@ -272,6 +273,18 @@ def figure_warnings(levels: Sequence[Level], config: BenchConfig) -> list[str]:
     if fewest < 100:
         out.append(f"a p99 of {fewest} requests is close to their maximum: -n asks for more")
     return out
+
+
+def _unequal_work(level: Level, config: BenchConfig) -> str | None:
+    """Answers of another length than asked: rates of such runs cannot be compared."""
+    scenario, mean = config.scenario, level.median("n_output_mean")
+    is_fixed = scenario.ignore_eos and not scenario.spread and scenario.file is None
+    if mean is None or not is_fixed or abs(mean / scenario.max_tokens - 1) <= 0.02:
+        return None
+    return (
+        f"answers have {mean:.0f} tokens, not the {scenario.max_tokens} asked for: the server "
+        "does not know ignore_eos, or has its own limit; compare TPOT, not requests/s or e2e"
+    )
 
 
 def quick_digest(path: Path) -> str:

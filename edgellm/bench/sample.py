@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -49,6 +50,10 @@ class Sample(msgspec.Struct, kw_only=True):
     server_prefill_tps: float | None = None
     server_decode_tps: float | None = None
 
+    def token_gaps(self) -> list[float]:
+        """The gaps between tokens; those that came with the first event have none to know of."""
+        return [b - a for a, b in pairwise(self.token_times) if b > a]
+
     @property
     def is_ok(self) -> bool:
         """It ended as it should and produced something."""
@@ -68,11 +73,22 @@ def spread_tokens(arrivals: Sequence[float], counts: Sequence[int]) -> list[floa
     return times
 
 
+def merge_events(times: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Events that one read of the network brought, as one arrival: a gap of 0 between two of them
+    is the network's packing, and the gap before them would seem twice too long.
+    """
+    together: dict[float, int] = {}
+    for at, n in zip(times, counts, strict=True):
+        together[at] = together.get(at, 0) + n
+    return list(together), list(together.values())
+
+
 def share_out(total: int, texts: Sequence[str]) -> list[int]:
     """How many of ``total`` tokens each event carried, when the server does not say.
 
     One each when the numbers agree; else a fixed number an event with a shorter last one (or a
-    single first token), as servers that batch their events send; else by the length of the text.
+    single first token), as servers that batch their events send; else one each and the rest by the
+    length of the text, as when a character's bytes or a possible stop string were held back.
     """
     n = len(texts)
     for first in (0, 1):
@@ -83,25 +99,35 @@ def share_out(total: int, texts: Sequence[str]) -> list[int]:
         last = rest - size * (slots - 1)
         if last >= 1:
             return [first] * first + [size] * (slots - 1) + [last]
-    return _by_length(total, texts)
+    lengths = [len(text.encode()) for text in texts]
+    return _by_length(total, lengths) if total < n else _one_and_more(total, lengths)
 
 
-def _by_length(total: int, texts: Sequence[str]) -> list[int]:
+def _by_length(total: int, lengths: Sequence[int]) -> list[int]:
     """Proportional to text, in whole numbers that sum to ``total``; the first gets at least one."""
-    n_chars = sum(map(len, texts)) or 1
-    done = accumulate(map(len, texts))
-    edges = [min(total, max(1, round(total * n / n_chars))) for n in done]
+    whole = sum(lengths) or 1
+    edges = [min(total, max(1, round(total * n / whole))) for n in accumulate(lengths)]
     return [b - a for a, b in pairwise([0, *edges])]
+
+
+def _one_and_more(total: int, lengths: Sequence[int]) -> list[int]:
+    """One each; every further token goes where the most text stands for a token."""
+    counts = [1] * len(lengths)
+    most = [(-float(n), i) for i, n in enumerate(lengths)]
+    heapify(most)
+    for _ in range(total - len(lengths)):
+        i = most[0][1]
+        counts[i] += 1
+        heapreplace(most, (-lengths[i] / counts[i], i))
+    return counts
 
 
 async def make_sample(endpoint: Endpoint, job: Job, intended: float, reply: Reply) -> Sample:
     """Count a reply's tokens and work out its timings."""
     n_output, counted_by = await _count(endpoint, job, reply)
-    arrivals = reply.arrivals
-    times = [a.time for a in arrivals]
-    token_times = spread_tokens(times, _per_event(arrivals, n_output)) if n_output else []
-    if times and not token_times:
-        token_times = [times[0]]
+    events = [a.time for a in reply.arrivals]
+    times, counts = merge_events(events, _per_event(reply.arrivals, n_output))
+    token_times = spread_tokens(times, counts)
     end = reply.end if reply.error or not times else times[-1]
     sample = Sample(
         group=job.group,
@@ -116,7 +142,7 @@ async def make_sample(endpoint: Endpoint, job: Job, intended: float, reply: Repl
         counted_by=counted_by,
         finish=reply.finish,
         error=reply.error if reply.error or times else "empty",
-        message=reply.message,
+        message=reply.message or (reply.body.decode(errors="replace")[:200] if not times else ""),
     )
     sample.timings = request_timings(
         arrival=intended,
@@ -139,16 +165,16 @@ def _per_event(arrivals: Sequence[Arrival], total: int) -> list[int]:
 
 async def _count(endpoint: Endpoint, job: Job, reply: Reply) -> tuple[int, str]:
     """Output tokens and where the number is from, the surest source first."""
-    if reply.n_output is not None:
+    if reply.n_output or (reply.n_output == 0 and not reply.arrivals):
         return reply.n_output, "usage"
     told = (reply.timings or {}).get("predicted_n")
-    if isinstance(told, int):
+    if isinstance(told, int) and told:
         return told, "timings"
     known = [a.n_tokens for a in reply.arrivals]
     if known and all(n is not None for n in known):
         return sum(n or 0 for n in known), "tokens"
-    if reply.finish == "length" and job.max_tokens is not None:
-        return job.max_tokens, "length"
+    if reply.finish == "length" and len(known) <= (job.max_tokens or 0):
+        return job.max_tokens or 0, "length"
     if not reply.arrivals:
         return 0, "events"
     return await _tokenize(endpoint, reply)
@@ -158,7 +184,7 @@ async def _tokenize(endpoint: Endpoint, reply: Reply) -> tuple[int, str]:
     text = "".join(a.text for a in reply.arrivals)
     answer = await post_json(endpoint, "/tokenize", {"content": text, "prompt": text})
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if isinstance(tokens, list):
+    if isinstance(tokens, list) and tokens:
         return len(tokens), "tokenize"
     return len(reply.arrivals), "events"
 

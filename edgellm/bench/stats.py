@@ -155,11 +155,13 @@ def phase_metrics(
 def _rates(good: Sequence[Sample], wall: float) -> dict[str, float]:
     if wall <= 0:
         return {}
-    return {
+    out = {
         "output_tps": sum(s.n_output for s in good) / wall,
-        "prompt_tps": sum(s.n_prompt or 0 for s in good) / wall,
         "requests_per_s": len(good) / wall,
     }
+    if good and all(s.n_prompt is not None for s in good):
+        out["prompt_tps"] = sum(s.n_prompt or 0 for s in good) / wall
+    return out
 
 
 def _distributions(good: Sequence[Sample]) -> dict[str, float]:
@@ -168,7 +170,7 @@ def _distributions(good: Sequence[Sample]) -> dict[str, float]:
     out |= _quantiles("ttft", (x.ttft_s for x in t))
     out |= _quantiles("tpot", (x.tpot_s for x in t))
     out |= _quantiles("e2e", (x.e2e_s for x in t))
-    out |= _quantiles("itl", (b - a for s in good for a, b in pairwise(s.token_times)))
+    out |= _quantiles("itl", (gap for s in good for gap in s.token_gaps()))
     out |= _quantiles("stall", (b - a for s in good for a, b in pairwise(s.arrival_times)))
     for name, values in (
         ("prefill_tps_p50", [x.prefill_tps for x in t]),
@@ -190,11 +192,12 @@ def _quantiles(name: str, values: Iterable[float | None]) -> dict[str, float]:
 def _means(good: Sequence[Sample]) -> dict[str, float]:
     if not good:
         return {}
-    n_prompt = sum(s.n_prompt or 0 for s in good)
+    told = [s.n_prompt for s in good if s.n_prompt]
+    n_prompt = sum(told)
     out = {"n_output_mean": sum(s.n_output for s in good) / len(good)}
-    if n_prompt:
-        out["n_prompt_mean"] = n_prompt / len(good)
-    if n_prompt and any(s.n_cached is not None for s in good):
+    if told:
+        out["n_prompt_mean"] = n_prompt / len(told)
+    if told and any(s.n_cached is not None for s in good):
         out["cached_ratio"] = sum(s.n_cached or 0 for s in good) / n_prompt
     return out
 

@@ -24,7 +24,8 @@ from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions
 from edgellm.errors import EdgeLLMError
 from edgellm.metrics import request_timings
-from edgellm.planner.plan import LoadReport, Plan
+from edgellm.planner import observed
+from edgellm.planner.plan import LoadReport, Observation, Plan
 from edgellm.request import Request, SamplingParams
 from edgellm.runtime import engine_options, plan_model, remember_load
 from edgellm.units import MiB, format_bytes
@@ -72,6 +73,8 @@ class EngineTrials:
         self._flags = flags or {}
         self._devices = devices
         self._baseline_decode = baseline_decode
+        self.seen: list[Observation] = []
+        """What the loads showed. Remembered only after a search: plans must not change within."""
 
     async def __call__(self, settings: Settings, number: int) -> Trial:
         """One round; every failure of the engine is a rejected trial, never an exception."""
@@ -113,6 +116,7 @@ class EngineTrials:
             reason = spilled(engine.plan, engine.report)
             if reason:
                 return {}, reason
+            self.seen += observed.observe(engine.plan, engine.report)
             return await self._drive(engine, number), ""
         finally:
             await engine.close()

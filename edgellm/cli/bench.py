@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from edgellm import config as config_
-from edgellm.bench import report
+from edgellm.bench import report, verdicts
 from edgellm.bench.archive import Archive
 from edgellm.bench.client import Endpoint
 from edgellm.bench.html import render
@@ -56,7 +56,7 @@ def bench(
     timeout: str = "600s",
     plot: bool = False,
     html: str | None = None,
-    save: bool = True,
+    save: Annotated[bool, Parameter(negative="--no-save")] = True,
     json: bool = False,
 ) -> int:
     """Measure speed: time to first token, gaps between tokens, rates, errors, with the conditions.
@@ -178,8 +178,11 @@ def show(run: str = "last", *, plot: bool = False, json: bool = False) -> None:
         Print the whole run as JSON: configuration, plan, machine, figures.
     """
     number, kind, document = Archive().document(run)
-    if json or kind == "eval":
+    if json:
         print(msgspec.json.format(document, indent=2).decode())
+        return
+    if kind == "eval":
+        verdicts.show_evaluation(Console(), document)
         return
     if kind == "tune":
         _show_tuning(document)

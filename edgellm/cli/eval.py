@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from edgellm.bench import quality, regress
+from edgellm.bench import quality, regress, verdicts
 from edgellm.bench.archive import Archive
 from edgellm.bench.quality import Divergence, Perplexity
-from edgellm.bench.regress import Answer, Ballot, Case, Row, Tally
+from edgellm.bench.regress import Answer, Ballot, Case, Tally
 from edgellm.bench.variant import Variant, opened
+from edgellm.bench.verdicts import Divergences, Evaluation, Regression
 from edgellm.cli.errors import UsageError, kept_if_possible
 from edgellm.cli.flags import AT_LEAST_1, AT_LEAST_16
 from edgellm.errors import DiskFullError
@@ -71,10 +71,7 @@ def perplexity(
     if json:
         _print_json(named)
         return
-    table = _table("configuration", "perplexity", "±", "tokens")
-    for name, p in named.items():
-        table.add_row(name, f"{p.value:.4f}", f"{p.error:.4f}", str(p.n_tokens))
-    Console().print(table)
+    verdicts.show_perplexities(Console(), named)
 
 
 @app.command
@@ -110,12 +107,13 @@ def kl(
     first, *others = _variants((reference, *variants), at_least=2)
     base, found = asyncio.run(_divergences(first, others, quality.read_text(text), piece, chunks))
     named = {v.name: d for v, (d, _) in zip(others, found, strict=True)}
+    both = Divergences(reference=base, variants=named)
     worst = max(d.mean for d in named.values())
-    _keep("kl", [first, *others], named, f"KL {worst:.5f} from {first.name}")
+    _keep("kl", [first, *others], both, f"KL {worst:.5f} from {first.name}")
     if json:
-        _print_json({"reference": base, "variants": named})
+        _print_json(both)
         return
-    _print_divergences(first, base, named)
+    verdicts.show_divergences(Console(), first.name, both)
 
 
 @app.command(name="regress")
@@ -153,12 +151,12 @@ def regress_(
     said_a, said_b = asyncio.run(_answers(pair, given))
     rows = regress.compare(given, said_a, said_b)
     summary = regress.summarise(rows)
-    headline = f"{summary.exact:.0%} equal, {len(summary.broken)} broken"
-    _keep("regress", pair, {"summary": summary, "rows": rows}, headline)
+    found = Regression(summary=summary, rows=rows)
+    _keep("regress", pair, found, f"{summary.exact:.0%} equal, {len(summary.broken)} broken")
     if json:
-        _print_json({"summary": summary, "rows": rows})
+        _print_json(found)
     else:
-        _print_regression(rows, summary, show_all=all)
+        verdicts.show_regression(Console(), found, show_all=all)
     return 1 if summary.broken else 0
 
 
@@ -195,14 +193,11 @@ def ab(
     said_a, said_b = asyncio.run(_answers(pair, given))
     asked = regress.ballots(given, said_a, said_b, seed=seed or _now())
     tally = vote(asked, len(given) - len(asked), _ask)
-    _keep("ab", pair, {"tally": tally}, f"{tally.a} : {tally.b}")
+    _keep("ab", pair, tally, f"{tally.a} : {tally.b}")
     if json:
         _print_json(tally)
         return
-    console = Console()
-    console.print(f"A is {pair[0].name}: {tally.a}    B is {pair[1].name}: {tally.b}")
-    console.print(f"ties {tally.ties}, equal answers {tally.same}")
-    console.print(tally.verdict(pair[0].name, pair[1].name))
+    verdicts.show_tally(Console(), pair[0].name, pair[1].name, tally)
 
 
 def vote(asked: Sequence[Ballot], n_same: int, ask: Callable[[Ballot, int, int], str]) -> Tally:
@@ -340,63 +335,8 @@ def _on_progress(bar: Progress, name: str) -> quality.Progress:
     return show
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, title in enumerate(titles):
-        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
-    return table
-
-
-def _print_divergences(reference: Variant, base: Perplexity, named: dict[str, Divergence]) -> None:
-    table = _table("configuration", "KL mean", "±", "p99", "max", "same first choice", "ppl ratio")
-    for name, d in named.items():
-        table.add_row(
-            name,
-            f"{d.mean:.5f}",
-            f"{d.error:.5f}",
-            f"{d.p99:.4f}",
-            f"{d.max:.3f}",
-            f"{d.same_top:.1%}",
-            f"{d.ppl_ratio:.4f}",
-        )
-    console = Console()
-    console.print(
-        f"reference {reference.name}: perplexity {base.value:.4f} ± {base.error:.4f}, "
-        f"{base.n_tokens} tokens"
-    )
-    console.print(table)
-
-
-def _print_regression(rows: Sequence[Row], s: regress.Summary, *, show_all: bool) -> None:
-    console = Console()
-    for row in rows:
-        if show_all or not row.is_same or row.a.fault or row.b.fault:
-            console.rule(Text(row.name), align="left")
-            _print_side(console, "A", row.a)
-            _print_side(console, "B", row.b)
-            if row.language:
-                console.print(Text(f"language: {row.language}", style="yellow"))
-    console.rule()
-    console.print(
-        f"{s.n} cases: {s.exact:.0%} equal; B's answers {s.length_ratio:.2f} times as long; "
-        f"faults A {s.faults_a}, B {s.faults_b}; cut off A {s.cut_a}, B {s.cut_b}; "
-        f"language switches {len(s.language_switches)}"
-    )
-    for title, names, style in (("broken", s.broken, "red"), ("mended", s.mended, "green")):
-        if names:
-            console.print(Text(f"{title}: {', '.join(names)}", style=style))
-
-
-def _print_side(console: Console, side: str, answer: Answer) -> None:
-    text = Text(f"{side}  ", style="bold")
-    text.append(answer.text or answer.error or "(nothing)", style="none")
-    if answer.fault:
-        text.append(f"  [{answer.fault}]", style="red")
-    console.print(text)
-
-
 def _keep(what: str, variants: Sequence[Variant], found: Any, headline: str) -> None:
-    document = {"schema": "edgellm.eval/1", "what": what, "variants": variants, "found": found}
+    document = Evaluation(what=what, variants=list(variants), found=found)
     with kept_if_possible():
         Archive().add_document(
             kind="eval",

@@ -31,6 +31,7 @@ from edgellm.cli.errors import UsageError
 from edgellm.cli.flags import AT_LEAST_1, PlanFlags
 from edgellm.errors import EngineError
 from edgellm.paths import state_dir
+from edgellm.planner import observed
 from edgellm.planner.plan import Plan
 from edgellm.runtime import local_path, plan_devices, plan_model
 from edgellm.store.names import is_plain
@@ -52,7 +53,7 @@ def tune(
     fresh: bool = False,
     dry_run: bool = False,
     name: str | None = None,
-    save: bool = True,
+    save: Annotated[bool, Parameter(negative="--no-save")] = True,
     json: bool = False,
     plan: PlanFlags = _NO_FLAGS,
 ) -> int:
@@ -73,7 +74,8 @@ def tune(
         latency: the time of one answer alone. throughput: tok/s of all sequences. context: cells,
         as long as decode keeps 90 % of its rate.
     budget
-        No trial begins after this long; what was found until then counts.
+        No trial begins after this long, earlier parts of the same search included; what was found
+        until then counts, and a larger budget goes on from there.
     prompt_words
         Length of the prompts.
     max_tokens
@@ -85,7 +87,7 @@ def tune(
     name
         The profile's name; it is made from the model and the card otherwise.
     save
-        Write the profile.
+        Write the profile, and keep the search in the archive.
     json
         Print the result as JSON.
     """
@@ -173,12 +175,15 @@ class _Search:
         )
         self._say(f"measuring the plan for {self._workload.objective} ...")
         try:
-            return asyncio.run(tuner.run())
+            result = asyncio.run(tuner.run())
         except BaselineError as error:
             raise EngineError(
                 f"the plan itself could not be measured: {error}",
                 hint=f"edgellm plan {self._model}",
             ) from error
+        if result.is_complete:
+            observed.remember(trials.seen)
+        return result
 
     def _save(self, result: Result) -> Path | None:
         archive = Archive()
@@ -223,7 +228,7 @@ class _Search:
     def _report(self, result: Result, path: Path | None) -> None:
         console = Console()
         console.print(steps_table(result))
-        end = "" if result.is_complete else " (the budget ended the search; run it again to go on)"
+        end = "" if result.is_complete else " The budget ended it: a larger --budget goes on."
         noise = f"noise {result.noise:.1%}"
         if not result.best:
             console.print(f"The plan stays: nothing beat it beyond {noise}.{end}")

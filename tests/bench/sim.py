@@ -16,6 +16,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def as_chunk(data: bytes) -> bytes:
+    """Bytes as one chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def as_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event in one chunk."""
+    return as_chunk(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+
 class _Selector(selectors.SelectSelector):
     """Waiting moves the clock instead of taking time."""
 
@@ -46,6 +59,12 @@ class Answer:
     chat: bool = False
     token_ids: bool = False
     has_done: bool = True
+    retry_after: str | None = None
+    """With another status than 200."""
+    together: int = 1
+    """Events that reach the client in one read, at the time of the last of them."""
+    raw: Sequence[tuple[float, bytes]] | None = None
+    """Instead of all that: these bytes, head included, at these times; then the end."""
 
     def token_times(self) -> list[float]:
         times = [self.ttft]
@@ -133,16 +152,29 @@ class _Connection:
     async def _serve(self, answer: Answer) -> None:
         begin = self.loop.time()
         try:
+            if answer.raw is not None:
+                await self._send_raw(answer.raw, begin)
+                return
             if answer.status != 200:
-                self.send_json(answer.status, {"error": {"message": "no"}})
+                wait = answer.retry_after
+                head = b"" if wait is None else b"Retry-After: %b\r\n" % wait.encode()
+                self.send_json(answer.status, {"error": {"message": "no"}}, head)
                 return
             self.send_head()
             await self._stream(answer, begin)
         finally:
             self.server.release()
 
+    async def _send_raw(self, raw: Sequence[tuple[float, bytes]], begin: float) -> None:
+        for at, data in raw:
+            await asyncio.sleep(begin + at - self.loop.time())
+            self.write(data)
+        self.close(None)
+
     async def _stream(self, answer: Answer, begin: float) -> None:
-        for i, (at, n) in enumerate(answer.events()):
+        held = b""
+        events = answer.events()
+        for i, (at, n) in enumerate(events):
             await asyncio.sleep(begin + at - self.loop.time())
             if not self.is_open:
                 return
@@ -152,7 +184,10 @@ class _Connection:
             if i == answer.error_after:
                 self.event({"error": {"message": "decode failed", "code": 500}})
                 return
-            self.event(self._chunk(answer, "word " * n, None, n))
+            held += as_event(self._chunk(answer, "word " * n, None, n))
+            if (i + 1) % answer.together == 0 or i + 1 == len(events):
+                self.write(held)
+                held = b""
         self.event(self._chunk(answer, "", answer.finish, 0))
         if answer.has_usage:
             n_output = len(answer.gaps) + 1
@@ -160,7 +195,7 @@ class _Connection:
             usage = {"prompt_tokens": answer.n_prompt, "completion_tokens": n_output}
             self.event({"choices": [], "usage": {**usage, "prompt_tokens_details": details}})
         if answer.has_done:
-            self.write_chunk(b"data: [DONE]\n\n")
+            self.write(as_chunk(b"data: [DONE]\n\n"))
         self.write(b"0\r\n\r\n")
         self.close(None)
 
@@ -175,20 +210,15 @@ class _Connection:
         return {"choices": [choice]}
 
     def event(self, data: dict[str, Any]) -> None:
-        self.write_chunk(b"data: " + json.dumps(data).encode() + b"\n\n")
-
-    def write_chunk(self, data: bytes) -> None:
-        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.write(as_event(data))
 
     def send_head(self) -> None:
-        self.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-        )
+        self.write(HEAD)
 
-    def send_json(self, status: int, body: dict[str, Any]) -> None:
+    def send_json(self, status: int, body: dict[str, Any], head: bytes = b"") -> None:
         data = json.dumps(body).encode()
-        self.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
+        head += b"Content-Length: %d\r\n" % len(data)
+        self.write(b"HTTP/1.1 %d X\r\n%b\r\n%b" % (status, head, data))
         self.close(None)
 
     def write(self, data: bytes) -> None:

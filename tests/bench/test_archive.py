@@ -13,8 +13,9 @@ from rich.console import Console
 
 from edgellm.bench import report
 from edgellm.bench.archive import Archive
-from edgellm.bench.html import nice_ticks, render
+from edgellm.bench.html import render
 from edgellm.bench.results import BenchRun
+from edgellm.bench.svg import nice_ticks
 from edgellm.errors import ConfigError, EdgeLLMError
 
 from .factories import make_run, slower

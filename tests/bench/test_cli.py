@@ -54,6 +54,11 @@ def test_a_model_is_served_measured_kept_compared_and_exported(
     assert "#1 edgellm" in capsys.readouterr().out
 
 
+def test_a_run_need_not_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "bench", "starter", "-c", "1", *SMALL, "--no-save")
+    assert printed(capsys, "bench", "ls") == []
+
+
 @pytest.mark.parametrize(
     ("args", "word"),
     [

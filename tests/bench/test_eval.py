@@ -265,8 +265,38 @@ def test_the_commands_answer_in_json_and_keep_their_runs(
     cases.write_text('{"prompt": "hello", "max_tokens": 8}\n{"prompt": "x", "max_tokens": 4}\n')
     found = printed(capsys, ["eval", "regress", str(cases), "starter", "starter --ubatch 64"])
     assert found["summary"]["exact"] == 1.0
+    votes = [*cases_and_sides(cases, "starter", "starter --ubatch 64"), "--seed", "1"]
+    assert printed(capsys, votes)["same"] == 2
     runs = printed(capsys, ["bench", "ls"])
-    assert [r["scenario"] for r in runs] == ["regress", "kl", "perplexity"]
+    assert [r["scenario"] for r in runs] == ["ab", "regress", "kl", "perplexity"]
+
+
+def cases_and_sides(cases: Path, a: str, b: str) -> list[str]:
+    return ["eval", "ab", str(cases), a, b]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_evaluation_is_shown_again_as_it_was(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Tables and sentences, not the JSON that is kept."""
+    cases = tmp_path / "cases.jsonl"
+    cases.write_text('{"prompt": "hello", "max_tokens": 8, "expect": "no such word"}\n')
+    text = ["--text", str(ROOT / "LICENSE"), "--piece", "64", "--chunks", "2"]
+    commands = [
+        ["eval", "perplexity", "starter", *text],
+        ["eval", "kl", "starter", "starter --ctx 512", *text],
+        ["eval", "regress", str(cases), "starter", "starter --ubatch 64"],
+        [*cases_and_sides(cases, "starter", "starter --ubatch 64"), "--seed", "1"],
+    ]
+    for number, command in enumerate(commands, 1):
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        assert main(["bench", "show", str(number)]) == 0
+        again = capsys.readouterr().out
+        assert again.endswith(said)
+        assert not again.startswith("{")
+        assert printed(capsys, ["bench", "show", str(number)])["schema"] == "edgellm.eval/1"
 
 
 @pytest.mark.usefixtures("scripted")

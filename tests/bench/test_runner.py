@@ -74,6 +74,15 @@ def test_guessed_counts_and_reused_prompts_are_pointed_out() -> None:
     assert any("came from a cache" in w for w in make_run(server).warnings)
 
 
+def test_answers_of_another_length_than_asked_are_pointed_out() -> None:
+    """Servers that do not know ignore_eos do less work; their requests/s is no better speed."""
+    short = make_run(scenario=scenario_from("batch", max_tokens=128)).warnings
+    assert any("answers have 64 tokens, not the 128 asked for" in w for w in short)
+    for fair in ("batch", "mixed"):
+        run = make_run(scenario=scenario_from(fair, max_tokens=64))
+        assert not any("asked for" in w for w in run.warnings)
+
+
 def test_repeats_that_differ_are_pointed_out() -> None:
     """After 8 warm-up and 16 + 8 measured requests the server takes twice as long."""
     server = SimServer(lambda i, body: Answer(ttft=0.2 if i < 32 else 3.0))

@@ -23,7 +23,8 @@ from edgellm.bench.tune import Settings, Trial, Variable
 from edgellm.devices import Devices, Host, hypothetical
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.errors import ConfigError
-from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan, PlanRequest
+from edgellm.planner import observed
+from edgellm.planner.plan import LoadReport, MeasuredDevice, Observation, Plan, PlanRequest
 from edgellm.runtime import plan_model
 from edgellm.units import GiB, MiB
 
@@ -70,6 +71,17 @@ def test_a_trial_measures_its_objective(objective: str) -> None:
     assert trial.score == pytest.approx(expected[objective])
     assert trial.figures["n_output_mean"] == 8
     assert trial.reason == ""
+
+
+def test_what_loads_show_waits_for_the_end_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remembered at once, it would change the plans that the next trials begin with."""
+    shown = Observation(device="GPU-1")
+    monkeypatch.setattr(observed, "observe", lambda plan, report: (shown,))
+    trials = Scripted("starter", Workload(max_tokens=8), devices=CPU)
+    for number in range(2):
+        assert asyncio.run(trials({"plan.ubatch": 128}, number)).is_ok
+    assert trials.seen == [shown, shown]
+    assert observed.load() == ()
 
 
 def test_an_engine_that_dies_is_a_rejected_trial() -> None:

@@ -1,0 +1,61 @@
+"""The exported page in a real browser with no network: drawn, usable, and nothing complains."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edgellm.bench.html import render
+
+from .factories import make_run, slower
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+USE = """<script>
+for (const button of document.querySelectorAll(".legend button")) button.click();
+for (const mark of document.querySelectorAll("[data-tip]"))
+  mark.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 9, clientY: 90}));
+document.body.dataset.off = document.querySelectorAll("svg g.off").length;
+document.body.dataset.tip = document.getElementById("tip").textContent;
+</script></body>"""
+ALONE = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=2000",
+)
+
+
+def opened(page: str, folder: Path) -> tuple[str, list[str]]:
+    """(the page's DOM after its scripts, what its console said)."""
+    file = folder / "page.html"
+    file.write_text(page, encoding="utf-8")
+    command = [str(BROWSER), *ALONE, f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_the_page_works_offline_and_its_console_is_empty(tmp_path: Path) -> None:
+    old, new = make_run(label='a "quoted" one'), make_run(slower(2), label="b's")
+    page = render([(1, old), (2, new)])
+    dom, said = opened(page.replace("</body>", USE), tmp_path)
+    assert said == []
+    assert 'data-off="' in dom
+    assert 'data-off="0"' not in dom
+    assert 'data-tip=""' not in dom.split("<h1")[0]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_complaint_would_be_heard(tmp_path: Path) -> None:
+    broken = render([(1, make_run())]).replace("</body>", "<script>nonesuch()</script></body>")
+    assert any("nonesuch is not defined" in line for line in opened(broken, tmp_path)[1])
