@@ -310,6 +310,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self, name_a: str, name_b: str) -> str:
         """In words: who was liked better and how sure that is."""
         n = self.a + self.b
+        if n == 0 and not self.ties:
+            return "all answers were equal" if self.same else "no question was answered"
         if n == 0:
             return "no question was decided: people could not tell them apart"
         low, high = self.interval

@@ -168,7 +168,8 @@ def _distributions(good: Sequence[Sample]) -> dict[str, float]:
     t = [s.timings for s in good]
     out: dict[str, float] = {}
     out |= _quantiles("ttft", (x.ttft_s for x in t))
-    out |= _quantiles("tpot", (x.tpot_s for x in t))
+    # 0: everything came in one read, which says nothing of the pace.
+    out |= _quantiles("tpot", (x.tpot_s or None for x in t))
     out |= _quantiles("e2e", (x.e2e_s for x in t))
     out |= _quantiles("itl", (gap for s in good for gap in s.token_gaps()))
     out |= _quantiles("stall", (b - a for s in good for a, b in pairwise(s.arrival_times)))

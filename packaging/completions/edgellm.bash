@@ -299,7 +299,7 @@ _edgellm() {
           ;;
         "bench")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--target" "--scenario" "-s" "--concurrency" "-c" "--rate" "--requests" "-n" "--seconds" "--repeats" "--prompt-words" "--shared-words" "--max-tokens" "--objective" "--model" "--api-key" "--serve-args" "--label" "--seed" "--timeout" "--plot" "--html" "--save" "--json" "--help" "-h" "--version")
+            local -a _c=("--target" "--scenario" "-s" "--concurrency" "-c" "--rate" "--requests" "-n" "--seconds" "--repeats" "--prompt-words" "--shared-words" "--max-tokens" "--objective" "--model" "--api-key" "--serve-args" "--label" "--seed" "--timeout" "--plot" "--html" "--save" "--no-save" "--json" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do
@@ -1509,7 +1509,7 @@ _edgellm() {
           ;;
         "tune")
           if [[ ${cur} == -* ]]; then
-            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
+            local -a _c=("--for" "--budget" "--prompt-words" "--max-tokens" "--fresh" "--dry-run" "--name" "--save" "--no-save" "--json" "--ctx" "--parallel" "--objective" "--vram" "--ram" "--worker" "--backend" "--margin" "--overhead" "--min-ctx" "--allow-q4-kv" "--force" "--profile" "--ngl" "--kv" "--type-k" "--type-v" "--batch" "--ubatch" "--outputs" "--flash-attn" "--n-cpu-moe" "--swa-full" "--kv-unified" "--tensor-split" "--split-mode" "--main-gpu" "--threads" "--threads-batch" "--mmap" "--no-mmap" "--mlock" "--embeddings" "--pooling" "--help" "-h" "--version")
             local _q
             COMPREPLY=()
             for _x in "${_c[@]}"; do

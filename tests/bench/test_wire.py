@@ -200,6 +200,14 @@ def test_events_that_one_read_brings_do_not_bend_the_gaps(together: int) -> None
     assert m["stall_p50_s"] == pytest.approx(0.02 * together, rel=0.02)
 
 
+def test_an_answer_in_one_piece_has_no_pace() -> None:
+    """A TPOT of 0 ms would be the best there is."""
+    answer = Answer(gaps=(0.02,) * 15, together=16)
+    m = phase_metrics(phase_of(SimServer(lambda i, body: answer), n=4))
+    assert m["ttft_p50_s"] == pytest.approx(0.2 + 15 * 0.02)
+    assert not {"tpot_p50_s", "itl_p50_s", "stall_p50_s", "decode_tps_p50"} & set(m)
+
+
 def test_a_few_tokens_held_back_do_not_bend_the_other_gaps() -> None:
     """64 tokens in 61 events: a character's first bytes and a possible stop string had to wait."""
     sizes = [1] * 20 + [3] + [1] * 20 + [2] + [1] * 19
