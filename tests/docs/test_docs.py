@@ -68,6 +68,7 @@ UNRUN = {
     "needs other servers": 1,
     "needs another machine": 1,
     "needs the other machines": 1,
+    "needs vLLM": 1,
     "needs the runs above": 1,
     "opens a port and waits": 1,
     "opens a port to the network": 1,
