@@ -311,8 +311,6 @@ class Race:
         try:
             n_vocab, report = engine.info.n_vocab, engine.report
             trial.fallbacks = report.fallbacks
-            if filled:
-                await fill(engine)
             short = [
                 await answer(engine, prompt(N_PROMPT, n_vocab, 90 + j), N_OUTPUT, f"short-{j}")
                 for j in range(2)
@@ -321,13 +319,15 @@ class Race:
                 await answer(engine, prompt(long_prompt(pair), n_vocab, 80 + j), 1, f"long-{j}")
                 for j in range(2)
             ]
+            trial.decode_tps = max(e.timings.decode_tps or 0 for e in short if e.timings)
+            trial.prefill_tps = max(e.timings.prefill_tps or 0 for e in long if e.timings)
+            trial.text = await greedy(engine)
+            if filled:  # after the timing: the cells of a full cache are all read in every step
+                await fill(engine)
             grown = new_bytes(before, self.machine.processes())
             trial.cards = card_rows(plan, msgspec.to_builtins(report), grown)
             used = {d.uuid for d in plan.devices if d.used}
             trial.elsewhere = sum(n for uuid, n in grown.items() if uuid not in used)
-            trial.decode_tps = max(e.timings.decode_tps or 0 for e in short if e.timings)
-            trial.prefill_tps = max(e.timings.prefill_tps or 0 for e in long if e.timings)
-            trial.text = await greedy(engine)
             if not report.fallbacks and trial.name == "edgellm":
                 self.seen = observed.merged(self.seen, observed.observe(plan, report, time.time()))
         finally:
