@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
+from msgspec import structs
+
 from edgellm.engine import wire
 from edgellm.engine.backend import Backend, LoadBackend
 from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.embed import EmbedJob
-from edgellm.engine.info import LoadProgress
+from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.engine.loop import Arrived, Loop, Refused
 from edgellm.engine.score import ScoreJob
 from edgellm.errors import (
@@ -32,6 +34,7 @@ from edgellm.errors import (
     EngineError,
     InvalidRequestError,
 )
+from edgellm.planner.plan import Plan
 from edgellm.request import Overflow, Request
 
 LONG_TEXT: Final = 8 * 1024
@@ -331,6 +334,12 @@ def _first_message(sock: socket.socket) -> tuple[wire.ToChild | None, wire.Unfra
             return wire.to_child_decoder.decode(bodies[0]), unframer, bodies[1:]
 
 
+def within_plan(plan: Plan, options: EngineOptions) -> EngineOptions:
+    """Options that take no more host memory for checkpoints than the plan leaves for them."""
+    left = plan.host.prompt_cache or options.checkpoint_bytes
+    return structs.replace(options, checkpoint_bytes=min(left, options.checkpoint_bytes))
+
+
 def serve(sock: socket.socket) -> int:
     """Load what the first frame asks for and serve until told to close. The exit status."""
     outbox = Outbox(sock)
@@ -353,7 +362,7 @@ def serve(sock: socket.socket) -> int:
         outbox.send(wire.Failed(0, wire.error_info(error)))
         outbox.flush()
         return 1
-    loop = Loop(backend, message.options, outbox.send)
+    loop = Loop(backend, within_plan(message.plan, message.options), outbox.send)
     Reader(sock, outbox, backend, loop).start(unframer, early)
     # What was loaded stays; a full collection in the middle of a stream would walk all of it.
     gc.collect()

@@ -16,7 +16,7 @@ from edgellm.engine import wire
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.loop import Message, Refused
 from edgellm.engine.scripted import ScriptedBackend, tokenize
-from edgellm.engine.worker import LONG_TEXT, Reader, refuse_overlong, turn_tokens
+from edgellm.engine.worker import LONG_TEXT, Reader, refuse_overlong, turn_tokens, within_plan
 from edgellm.errors import ContextOverflowError
 from edgellm.request import EmbedRequest, Overflow
 from tests.engine.factories import plan, request
@@ -124,3 +124,14 @@ def test_turns_begin_at_the_first_token_at_or_after_their_character() -> None:
     rest = [b"".join(map(backend.piece, prompt[i:])).decode() for i in found]
     assert rest == [text, " the of and to", " of and to", " and to"]
     assert turn_tokens(backend, request(text, turn_starts=starts), prompt) == ()
+
+
+def test_checkpoints_take_what_the_plan_leaves_for_them_at_most() -> None:
+    def bytes_of(left: int, wanted: int) -> int:
+        host = msgspec.structs.replace(plan().host, prompt_cache=left)
+        planned = msgspec.structs.replace(plan(), host=host)
+        return within_plan(planned, EngineOptions(checkpoint_bytes=wanted)).checkpoint_bytes
+
+    assert bytes_of(100, 512) == 100
+    assert bytes_of(512, 100) == 100
+    assert bytes_of(0, 512) == 512
