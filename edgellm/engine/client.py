@@ -115,6 +115,18 @@ class Child:
         """Start the process and connect to it."""
         ours, theirs = socket.socketpair()
         try:
+            await self._spawn(theirs)
+            ours.setblocking(False)
+            self._transport, _ = await asyncio.get_running_loop().create_connection(
+                lambda: _Link(self._receive, self.lost.set), sock=ours
+            )
+        except BaseException:
+            ours.close()  # closed while it starts again: the child, if there is one, then ends
+            raise
+        self._log_task = asyncio.create_task(self._read_log())
+
+    async def _spawn(self, theirs: socket.socket) -> None:
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -129,12 +141,6 @@ class Child:
             )
         finally:
             theirs.close()
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(
-            lambda: _Link(self._receive, self.lost.set), sock=ours
-        )
-        self._log_task = asyncio.create_task(self._read_log())
 
     def _receive(self, message: wire.FromChild) -> None:
         self.on_message(message)
