@@ -75,10 +75,11 @@ def kv_kinds(shape: ModelShape, request: PlanRequest) -> list[tuple[str, str]]:
     """The KV types to try, the most exact first; q4_0 only when asked for.
 
     A quantised V needs flash attention, and a head that is whole blocks of 32
-    (llama_init_from_model refuses others).
+    (llama_init_from_model refuses others). Latent attention has one cache, and one type.
     """
     if request.type_k is not None or request.type_v is not None:
-        return [(request.type_k or "f16", request.type_v or "f16")]
+        other = (request.type_k or request.type_v or "f16") if shape.is_mla else "f16"
+        return [(request.type_k or other, request.type_v or other)]
     kinds = [("f16", "f16")]
     cached = [layer for layer in shape.layers if layer.has_kv]
     whole = all(x.head_k % 32 == 0 and x.head_v % 32 == 0 for x in cached)

@@ -77,6 +77,11 @@ def _warnings(shape: ModelShape, ledger: Ledger) -> list[str]:
         found.append(
             f"a context of {params.n_ctx_seq} is past the {shape.n_ctx_train} of its training"
         )
+    if shape.is_mla and params.type_k != params.type_v:
+        found.append(
+            f"{shape.arch} takes one type for K and V, not {params.type_k} and {params.type_v}: "
+            "load fails"
+        )
     if not ledger.flash and params.type_v not in ("f16", "f32", "bf16"):
         found.append(f"V as {params.type_v} needs flash attention, which is off here: load fails")
     return found

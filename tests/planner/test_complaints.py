@@ -137,3 +137,12 @@ def test_a_main_gpu_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match="no card 7: the cards here are 0 to 0"):
         planned(shape_of("llama-3.2-1b"), 8, main_gpu=7, fixed=fixed)
+
+
+def test_latent_attention_gets_one_type_for_k_and_v(shape_of: Shapes) -> None:
+    """llama_init_from_model refuses two; one that was asked for stands for both."""
+    shape = shape_of("deepseek-v2-lite")
+    params = planned(shape, 24, type_k="q8_0").params
+    assert (params.type_k, params.type_v) == ("q8_0", "q8_0")
+    both = planned(shape, 24, type_k="q8_0", type_v="f16", fixed=True, n_ctx=4096)
+    assert any("one type for K and V" in warning for warning in both.warnings)
