@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import ssl
@@ -39,6 +40,20 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     """How long running requests may take after SIGTERM."""
 
 
+# uvicorn writes header names in lower case. To HTTP they are the same; to scripts that look for
+# Content-Type or Access-Control-Allow-Origin they are not.
+_NAME: Final = re.compile(rb"\r\n[a-z0-9-]+:")
+_TITLES: Final[dict[bytes, bytes]] = {}
+
+
+def _titled(found: re.Match[bytes]) -> bytes:
+    name = found[0]
+    title = _TITLES.get(name)
+    if title is None:
+        title = _TITLES[name] = name.title()
+    return title
+
+
 class Joined:
     """A connection as one answer sees it: its head leaves together with what follows at once, in
     one system call."""
@@ -58,7 +73,7 @@ class Joined:
         elif data.startswith(b"HTTP/1.1 1"):  # 100 Continue
             self._transport.write(data)
         else:
-            self._head, self._is_past_head = data, True
+            self._head, self._is_past_head = _NAME.sub(_titled, data), True
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:

@@ -116,6 +116,14 @@ def test_a_watch_that_ended_hears_nothing() -> None:
     assert not asyncio.run(main())
 
 
+def test_header_names_are_written_as_other_servers_write_them(scripted: Running) -> None:
+    head = exchange(
+        scripted, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    ).split(b"\r\n\r\n")[0]
+    names = [line.split(b":")[0] for line in head.split(b"\r\n")[1:]]
+    assert {b"Content-Type", b"Content-Length", b"X-Request-Id"} <= {*names}
+
+
 def exchange(running: Running, message: bytes) -> bytes:
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
