@@ -7,7 +7,8 @@ Both clients ask for the same number of requests of the same lengths at the same
 go alternately, the order changing from round to round; a figure agrees when the difference of the
 medians is no larger than what each client's own rounds differ by (2 % at least). `--tool` names
 another client that prints plain_load.py's lines. `--only NAME` measures one server, `--out FILE`
-adds a JSON line a run, `--table FILE...` prints what such files hold.
+adds a JSON line a run, `--table FILE...` prints what such files hold. With `--together` both run at
+the same time, each with half the slots: then they see the same machine, however busy it is.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--llama-server")
     parser.add_argument("--tool", default=PLAIN, help="the other client")
     parser.add_argument("--only", help="measure this server alone")
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-c", default="1,4,8")
     parser.add_argument("-n", type=int, default=16)
@@ -64,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 def specs(args: argparse.Namespace) -> list[ServerSpec]:
     """The servers, with equal slots and cells."""
-    n_seq = max(map(int, args.c.split(",")))
+    n_seq = max(map(int, args.c.split(","))) * (2 if args.together else 1)
     cells = str(1024 * n_seq)
     out = [edgellm_spec(args.model, ["--ctx", cells, "--parallel", str(n_seq)])]
     if args.llama_server:
@@ -80,13 +82,23 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for spec in specs(args):
         async with RunningServer(spec) as target:
             for number in range(args.rounds):
-                pair = [("edgellm bench", by_bench), ("the other", by_other)]
-                for name, client in pair[:: 1 if number % 2 == 0 else -1]:
-                    levels, cpu_s = timed(client, target, args)
+                for name, levels, cpu_s in await both(target, args, number):
                     row = {"server": spec.name, "client": name, "round": number}
                     rows.append({**row, "levels": levels, "client_cpu_s": cpu_s})
                     keep(rows[-1], args.out)
     return rows
+
+
+async def both(
+    target: Target, args: argparse.Namespace, number: int
+) -> list[tuple[str, Figures, float]]:
+    """Both clients' figures and CPU seconds: in turns, or at the same time (no seconds then)."""
+    pair = [("edgellm bench", by_bench), ("the other", by_other)]
+    if args.together:
+        found = await asyncio.gather(*(asyncio.to_thread(f, target, args) for _, f in pair))
+        return [(name, levels, 0.0) for (name, _), levels in zip(pair, found, strict=True)]
+    order = pair[:: 1 if number % 2 == 0 else -1]
+    return [(name, *timed(client, target, args)) for name, client in order]
 
 
 def keep(row: dict[str, Any], out: str | None) -> None:
@@ -212,6 +224,8 @@ def costs(rows: list[dict[str, Any]]) -> list[str]:
     out = []
     for client in ("edgellm bench", "the other"):
         taken = [row["client_cpu_s"] for row in rows if row["client"] == client]
+        if not any(taken):
+            continue
         out.append(f"- {client}: {statistics.median(taken):.2f} s of CPU a run, start included")
     return out
 
