@@ -98,6 +98,14 @@ class Driver:
         """How many requests have shown output and not ended."""
         return sum(1 for reply in self._open if reply.arrivals and not reply.end)
 
+    def n_arrivals(self) -> int:
+        """Events with output so far, those of requests under way included."""
+        return sum(len(reply.arrivals) for reply in self._open)
+
+    def fewest_arrivals(self) -> int:
+        """The same of the request that has shown the least."""
+        return min((len(reply.arrivals) for reply in self._open), default=0)
+
     async def closed_loop(
         self, jobs: Iterator[Job], concurrency: int, *, n: int, seconds: float = 0.0
     ) -> None:

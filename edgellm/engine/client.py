@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-import edgellm
 from edgellm.devices import probe
 from edgellm.engine import wire
+from edgellm.engine.child import Child, OnProgress, death, dry_run, first_answer, ignore, on_loading
 from edgellm.engine.info import EngineInfo, EngineOptions, LoadProgress
 from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards, nothing_smaller
+from edgellm.engine.pending import Direct, Pending
 from edgellm.engine.rpc import lost_worker, unreachable
 from edgellm.errors import (
     EdgeLLMError,
@@ -33,12 +28,10 @@ from edgellm.metrics import EngineStats
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import EmbedRequest, EmbedResult, Request, TokenEvent
 
-OnProgress = Callable[[LoadProgress], None]
+__all__ = ["Engine", "OnProgress", "Replan", "dry_run"]
+
 Replan = Callable[[Plan, tuple[str, ...]], Plan]
 """A plan without the workers named (HOST:PORT); may raise PlanError. Called in a thread."""
-CLOSE_GRACE_S: Final = 3.0
-LOG_TAIL: Final = 12
-"""Lines of the child's log that an EngineDeadError carries."""
 HANG_S: Final = 120.0
 HANG_STEPS: Final = 20
 """A step may last this many times what the plan predicts before it counts as hung."""
@@ -46,169 +39,6 @@ LONG_ANSWER: Final = 64
 """Tokens from which an answer's rate says how fast the model is here."""
 MAX_REPLAYS: Final = 1
 """A request that was running when two children died is not given to a third."""
-
-
-def _ignore(_: object) -> None:
-    pass
-
-
-class _Stream:
-    """Events of one request on their way to its consumer."""
-
-    __slots__ = ("_events", "_waiter", "alone", "n_replays", "n_sent", "request", "started")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.started = False
-        self.alone = True
-        self.n_sent = 0
-        self.n_replays = 0
-        self._events: deque[TokenEvent | EdgeLLMError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: TokenEvent | EdgeLLMError) -> None:
-        self._events.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> TokenEvent | EdgeLLMError:
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._events.popleft()
-
-
-class _Link(asyncio.Protocol):
-    """Bytes from the child, as messages."""
-
-    def __init__(
-        self, on_message: Callable[[wire.FromChild], None], on_lost: Callable[[], None]
-    ) -> None:
-        self._unframer = wire.Unframer()
-        self._on_message = on_message
-        self._on_lost = on_lost
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._unframer.feed(data):
-            self._on_message(wire.from_child_decoder.decode(body))
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  (asyncio's)
-        self._on_lost()
-
-
-class Child:
-    """One child process: its socket, its log, its end."""
-
-    def __init__(self, log: deque[str]) -> None:
-        self.log = log
-        self.lost = asyncio.Event()
-        self.on_message: Callable[[wire.FromChild], None] = _ignore
-        self._process: asyncio.subprocess.Process | None = None
-        self._transport: asyncio.Transport | None = None
-        self._log_task: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else -1
-
-    async def start(self) -> None:
-        """Start the process and connect to it."""
-        ours, theirs = socket.socketpair()
-        try:
-            await self._spawn(theirs)
-            ours.setblocking(False)
-            self._transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: _Link(self._receive, self.lost.set), sock=ours
-            )
-        except BaseException:
-            ours.close()  # closed while it starts again: the child, if there is one, then ends
-            raise
-        self._log_task = asyncio.create_task(self._read_log())
-
-    async def _spawn(self, theirs: socket.socket) -> None:
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "edgellm.engine.worker",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C in a terminal stops an answer, not the engine
-            )
-        finally:
-            theirs.close()
-
-    def _receive(self, message: wire.FromChild) -> None:
-        self.on_message(message)
-
-    async def _read_log(self) -> None:
-        stream = self._process.stdout if self._process is not None else None
-        while stream is not None:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line longer than the reader's limit
-                continue
-            if not line:
-                return
-            self.log.append(line.decode("utf-8", "replace").rstrip())
-
-    def send(self, message: wire.ToChild) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.pack(message))
-
-    async def ended(self) -> str:
-        """Wait for the end; how the process ended, in words."""
-        if self._process is None:
-            return "was never started"
-        code = await self._process.wait()
-        if self._log_task is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._log_task), 1.0)
-        if code >= 0:
-            return f"exited with status {code}"
-        try:
-            return f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was ended by signal {-code}"
-
-    async def stop(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Close politely, then by force. Its memory is back when this returns."""
-        if self._process is None:
-            return
-        self.send(wire.Close())
-        try:
-            await asyncio.wait_for(self.ended(), grace_s)
-        except asyncio.TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self.ended()
-        if self._transport is not None:
-            self._transport.close()
-        if self._log_task is not None:
-            await asyncio.gather(self._log_task, return_exceptions=True)
-
-    def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(edgellm.__file__).parents[1])
-    path = os.environ.get("PYTHONPATH", "")
-    # Cards in the order devices.probe lists them, unless a person said otherwise.
-    defaults = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        # Iterations that OpenMP threads spin at a barrier before they sleep. Without a limit, one
-        # other busy process makes every barrier of every layer wait for a time slice.
-        "GOMP_SPINCOUNT": "10000",
-        # ggml_abort would start a debugger for seconds before a lost worker is known.
-        "GGML_NO_BACKTRACE": "1",
-    }
-    return {**defaults, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 class Engine:
@@ -225,7 +55,7 @@ class Engine:
         self.log: deque[str] = deque(maxlen=options.log_lines)
         self._backend = backend
         self._child: Child | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Pending] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._n_calls = 0
         self._deaths: deque[float] = deque()
@@ -261,7 +91,7 @@ class Engine:
         ``report.fallbacks``; ``plan`` is then the plan that was loaded. Raises what went wrong.
         """
         engine = cls(plan, backend, options, replan)
-        report = on_progress or _ignore
+        report = on_progress or ignore
         ladder = Ladder(plan, options.min_ctx)
         words = await engine._drop_lost_devices()
         before = await _driver_numbers(engine.plan)
@@ -297,12 +127,12 @@ class Engine:
         began = time.monotonic()
         child = Child(self.log)
         answer: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
-        child.on_message = lambda message: _on_loading(message, answer, on_progress)
+        child.on_message = lambda message: on_loading(message, answer, on_progress)
         on_progress(LoadProgress(stage="starting", fraction=0.0))
         await child.start()
         child.send(wire.Load(self.plan, self._backend, self.options))
         try:
-            loaded = await _first(answer, child, self.options.load_timeout_s)
+            loaded = await first_answer(answer, child, self.options.load_timeout_s)
         except BaseException:
             child.kill()
             await child.stop(0.5)
@@ -353,7 +183,7 @@ class Engine:
         self._ready.clear()
         await _cancelled(self._watcher)
         how, self._hung = self._hung + await child.ended(), ""
-        error = _death(how, list(self.log), await self._lost_worker())
+        error = death(how, list(self.log), await self._lost_worker())
         await child.stop(0.0)
         replays = self._sort_out(error)
         if not self._may_restart():
@@ -362,7 +192,7 @@ class Engine:
         try:
             await self._drop_lost_workers()
             self.log.clear()
-            await self._start(_ignore)
+            await self._start(ignore)
         except EdgeLLMError as failure:
             self._give_up(EngineDeadError(f"{error.message}\nand again: {failure.message}"))
             return
@@ -422,7 +252,7 @@ class Engine:
             raise EngineDeadError(f"the worker {gone[0]} is gone", hint="edgellm worker")
         self.plan = await asyncio.to_thread(self._replan, self.plan, gone)
 
-    def _sort_out(self, error: EngineDeadError) -> list[_Stream]:
+    def _sort_out(self, error: EngineDeadError) -> list[Pending]:
         """Fail what cannot be replayed; return what can."""
         for future in self._calls.values():
             if not future.done():
@@ -433,7 +263,7 @@ class Engine:
             if stream.started:
                 stream.n_replays += 1
             if stream.n_sent or stream.n_replays > MAX_REPLAYS:
-                stream.put(error)
+                stream.fail(error)
             else:
                 stream.started = False
                 replays.append(stream)
@@ -449,7 +279,7 @@ class Engine:
     def _give_up(self, error: EngineDeadError) -> None:
         self._dead = error
         for stream in self._streams.values():
-            stream.put(error)
+            stream.fail(error)
         self._ready.set()
 
     @property
@@ -507,7 +337,6 @@ class Engine:
                 stream.started = True
         for event in message.events:
             if (stream := streams.get(event.request_id)) is not None:
-                stream.n_sent += 1
                 stream.put(event)
 
     async def _call(self, make: Callable[[int], wire.ToChild]) -> Any:
@@ -529,9 +358,14 @@ class Engine:
 
     # -- what an engine does -----------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(
+        self, request: Request, direct: Direct | None = None
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Events of a request until ``is_last``.
 
+        ``direct`` is shown each event first, in the callback that read it, when no earlier one
+        waits; what it takes is not yielded. Waking a task costs more than most of what is done
+        for a token. What it raises is raised here.
         Raises the error that ended it, also when events came before. Closing the generator, or
         cancelling the task that reads it, cancels the request within one step.
         """
@@ -539,7 +373,7 @@ class Engine:
         if request.id in self._streams:
             raise InvalidRequestError(f"request id {request.id} is in use", param="id")
         await self._wait_ready()
-        stream = self._streams[request.id] = _Stream(request)
+        stream = self._streams[request.id] = Pending(request, direct)
         if len(self._streams) > 1:
             for other in self._streams.values():
                 other.alone = False
@@ -548,8 +382,8 @@ class Engine:
         try:
             while not is_over:
                 item = await stream.get()
-                if isinstance(item, EdgeLLMError):
-                    is_over = True
+                if isinstance(item, Exception):
+                    is_over = isinstance(item, EdgeLLMError)
                     raise item
                 is_over = item.is_last
                 if item.error is not None:
@@ -622,20 +456,6 @@ class Engine:
         return time.monotonic() - began
 
 
-def _death(how: str, log: list[str], worker: str | None) -> EngineDeadError:
-    """The error of a child that ended."""
-    if worker is not None:
-        return EngineDeadError(
-            f"the worker {worker} was lost, and with it what this model was computing",
-            hint="send it again; edgellm worker starts one on that machine",
-        )
-    tail = "\n".join(log[-LOG_TAIL:])
-    return EngineDeadError(
-        f"the engine's process {how}" + (f"; its last words:\n{tail}" if tail else ""),
-        hint="edgellm doctor",
-    )
-
-
 def _hang_timeout(plan: Plan, options: EngineOptions) -> float:
     if options.hang_timeout_s is not None:
         return options.hang_timeout_s
@@ -655,51 +475,3 @@ async def _driver_numbers(plan: Plan) -> dict[str, int]:
         return {}
     found = await asyncio.to_thread(probe)
     return {gpu.id: gpu.total - gpu.free for gpu in found.gpus}
-
-
-def _on_loading(
-    message: wire.FromChild, answer: asyncio.Future[wire.Loaded], on_progress: OnProgress
-) -> None:
-    if isinstance(message, wire.Progress):
-        on_progress(message.value)
-    elif answer.done():
-        return
-    elif isinstance(message, wire.Loaded):
-        answer.set_result(message)
-    elif isinstance(message, wire.Failed):
-        answer.set_exception(wire.rebuild_error(message.error))
-
-
-async def _first(
-    answer: asyncio.Future[wire.Loaded], child: Child, timeout_s: float | None
-) -> wire.Loaded:
-    """The child's answer, or an error when it dies or takes too long."""
-    lost: asyncio.Future[Any] = asyncio.ensure_future(child.lost.wait())
-    either: set[asyncio.Future[Any]] = {answer, lost}
-    try:
-        await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
-    finally:
-        lost.cancel()
-    if answer.done():
-        return answer.result()
-    if not child.lost.is_set():
-        raise EngineError(f"loading took longer than {timeout_s:g} s")
-    how = await child.ended()
-    tail = "\n".join(list(child.log)[-LOG_TAIL:])
-    raise EngineDeadError(f"the engine's process {how} while loading; its last words:\n{tail}")
-
-
-async def dry_run(
-    plan: Plan,
-    options: EngineOptions = EngineOptions(),  # noqa: B008  (frozen)
-) -> LoadReport:
-    """The buffers that a plan would allocate, measured in a child that allocates none of them."""
-    child = Child(deque(maxlen=options.log_lines))
-    answer: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
-    child.on_message = lambda message: _on_loading(message, answer, _ignore)
-    await child.start()
-    child.send(wire.DryRun(plan, "llama", options))
-    try:
-        return (await _first(answer, child, options.load_timeout_s)).report
-    finally:
-        await child.stop()

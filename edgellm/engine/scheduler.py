@@ -226,7 +226,10 @@ class Scheduler:
         finished: list[Sequence],
     ) -> None:
         budget = min(budget, self._chunk(prefilling, work))
+        enough, n_prefill = self.costs.enough, 0
         for seq in prefilling:
+            if 0 < enough <= n_prefill:
+                break  # the next prompt costs as much in the next step: this one speaks now
             if budget <= 0 or seq.state is not State.RUNNING:
                 continue
             n = min(seq.n_pending, budget)
@@ -239,6 +242,7 @@ class Scheduler:
                 continue
             work.append(Work(seq, seq.n_computed, n, n_out))
             self._free -= n
+            n_prefill += n
             budget -= n
             outputs -= n_out
 

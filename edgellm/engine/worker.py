@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -115,6 +116,10 @@ class Reader:
             self._take(body)
         while True:
             try:
+                # A thread asleep in recv is woken each time the parent reads a frame: the socket
+                # then has room to write, and the kernel asks no sleeper what it waits for. One in
+                # select is asked. On two busy cores that was a context switch a token.
+                select.select([self._sock], [], [])
                 data = self._sock.recv(RECV_BYTES)
             except OSError:
                 data = b""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from edgellm.engine.pending import Direct
 from edgellm.errors import InvalidRequestError
 from edgellm.metrics import RequestTimings
 from edgellm.request import (
@@ -107,14 +108,23 @@ def with_more(chunk: bytes, more: Mapping[str, Any]) -> bytes:
 
 
 async def events(
-    server: Server, call: Call, view: View, request: Request
+    server: Server, call: Call, view: View, request: Request, direct: Direct | None = None
 ) -> AsyncGenerator[TokenEvent, None]:
-    """The engine's events, counted; an error event is raised.
+    """The engine's events, counted; an error event is raised. ``direct`` is as in
+    :meth:`Engine.generate`: it is shown plain text only, never an event that ends something.
 
     Closing this generator (or cancelling the task) ends the sequence within one step.
     """
     observer = server.metrics.observe(view.name, request.priority)
-    async with aclosing(view.engine.generate(request)) as generated:
+
+    def counted(event: TokenEvent) -> bool:
+        if not _is_plain(event) or direct is None or not direct(event):
+            return False
+        observer.event(event)
+        return True
+
+    taken = None if direct is None else counted
+    async with aclosing(view.engine.generate(request, taken)) as generated:
         async for event in generated:
             if event.error is not None:
                 raise problem_of_info(event.error)
@@ -130,6 +140,13 @@ async def events(
             if event.is_last:
                 _log(call, event)
             yield _without_end(event, view) if event.logprobs else event
+
+
+def _is_plain(event: TokenEvent) -> bool:
+    """Text that came in the middle of an answer, and nothing else."""
+    if event.finish_reason is not None or event.logprobs is not None:
+        return False
+    return event.warning is None and event.progress is None
 
 
 def _without_end(event: TokenEvent, view: View) -> TokenEvent:

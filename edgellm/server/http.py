@@ -29,6 +29,10 @@ T = TypeVar("T")
 
 CLIENT: Final = "edgellm.client"
 """Scope key of the connection's :class:`Client`."""
+PUSH: Final = "edgellm.push"
+"""Scope key of the connection's :data:`Push`, where it has one."""
+Push = Callable[[bytes], bool]
+"""Writes a part of the body at once; False: the connection takes none now (ask with no bytes)."""
 JSON: Final = (b"content-type", b"application/json")
 _ID: Final = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _counter: Final = itertools.count(1)

@@ -9,17 +9,18 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from edgellm.errors import ConfigError
 from edgellm.server import log
 from edgellm.server.app import App
 from edgellm.server.core import Server
-from edgellm.server.http import CLIENT, Client
+from edgellm.server.http import CLIENT, PUSH, Client
 from edgellm.server.statefile import StateFile
 
 T = TypeVar("T")
@@ -89,6 +90,18 @@ class Joined:
         return self._transport.is_closing()
 
 
+def push(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a part of a chunked body at once; False where ASGI's way must be taken: nothing was
+    sent yet, the client reads too slowly, or the body is not chunked."""
+    if cycle.disconnected or cycle.response_complete:
+        return False
+    if not cycle.response_started or not cycle.chunked_encoding or cycle.flow.write_paused:
+        return False
+    if body:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with a limit for headers that never come, JSON for what is not HTTP, and word to
     the running request when its client goes away."""
@@ -106,6 +119,7 @@ class Protocol(HttpToolsProtocol):
         self.scope[CLIENT] = self._client  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.cycle.transport = Joined(self.transport, self.loop)  # type: ignore[assignment]
+        self.scope[PUSH] = partial(push, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

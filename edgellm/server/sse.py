@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
 
-from edgellm.server.http import Call
+from edgellm.engine.pending import Direct
+from edgellm.request import TokenEvent
+from edgellm.server.http import PUSH, Call, Push
 
 HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,7 +30,7 @@ DONE: Final = b"data: [DONE]\n\n"
 class Stream:
     """One answer made of events."""
 
-    __slots__ = ("_hub", "call", "is_writing", "last", "ping")
+    __slots__ = ("_hub", "_push", "call", "is_writing", "last", "ping")
 
     def __init__(self, call: Call, hub: Hub, ping: bytes) -> None:
         self.call = call
@@ -35,6 +38,28 @@ class Stream:
         self.ping = ping
         self.is_writing = False
         self._hub = hub
+        self._push: Push | None = call.scope.get(PUSH)
+
+    def direct(self, render: Callable[[TokenEvent], bytes]) -> Direct | None:
+        """What writes events where they arrive, as :meth:`Engine.generate` takes it; None where
+        the connection cannot. ``render`` gives an event's bytes.
+
+        It takes nothing before the first write, nor while a write waits for the client.
+        """
+        push = self._push
+        if push is None:
+            return None
+
+        def take(event: TokenEvent) -> bool:
+            if not self.call.is_started or self.is_writing or not push(b""):
+                return False
+            chunk = render(event)
+            if chunk:
+                push(chunk)
+                self.last = time.monotonic()
+            return True
+
+        return take
 
     async def write(self, events: bytes) -> None:
         """Send one or more whole events."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.engine.client import Child
+from edgellm.engine.child import Child
 
 
 async def test_a_child_whose_start_is_cancelled_leaves_no_socket(

@@ -50,3 +50,22 @@ def test_an_outlier_counts_as_four_times_what_was_known_at_most() -> None:
 def test_nothing_is_known_before_the_first_step() -> None:
     costs = Costs()
     assert (costs.decode_s(4), costs.token_s, costs.fixed_s) == (0.0, 0.0, 0.0)
+
+
+def test_a_step_has_enough_prefill_when_its_fixed_part_is_a_twentieth_of_it() -> None:
+    assert learned().enough == pytest.approx(400, rel=0.1)
+
+
+def test_what_is_enough_is_unknown_while_all_chunks_are_equal() -> None:
+    costs = Costs()
+    assert costs.enough == 0
+    for _ in range(10):
+        costs.observe(0, 50, 0.010)
+    assert costs.enough == 0
+
+
+def test_where_tokens_cost_the_same_in_any_step_one_prompt_is_enough() -> None:
+    costs = Costs()
+    for n in (16, 64, 256):
+        costs.observe(0, n, n * 0.002)
+    assert costs.enough == 1

@@ -77,6 +77,27 @@ def test_many_waiting_prompts_weigh_more_than_one_running_stream() -> None:
     assert scheduler.schedule(0.0).n_prefill == 60
 
 
+def test_prompts_are_read_one_after_another_where_together_is_no_quicker() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    for n in (4, 16, 64):
+        scheduler.costs.observe(0, n, n * 0.002)
+    prompts = [sequence(list(range(k, k + 20))) for k in (100, 200, 300)]
+    scheduler.add(prompts)
+    first = scheduler.schedule(0.0)
+    assert [(w.seq, w.n) for w in first.work] == [(prompts[0], 20)]
+    play(scheduler, first)
+    second = scheduler.schedule(0.0)
+    assert [w.seq for w in second.work] == prompts[:2]
+
+
+def test_prompts_are_read_together_where_a_step_costs_much_by_itself() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    for n in (4, 16, 64):
+        scheduler.costs.observe(0, n, 0.020 + n * 0.0001)
+    scheduler.add([sequence(list(range(k, k + 20))) for k in (100, 200, 300)])
+    assert scheduler.schedule(0.0).n_prefill == 60
+
+
 def test_a_step_carries_no_more_prefill_than_is_computed_in_one_go() -> None:
     scheduler = Scheduler(limits(n_batch=64, n_ubatch=32), EngineOptions())
     scheduler.add([sequence(list(range(100)))])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import sys
 import threading
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -135,3 +138,26 @@ def test_checkpoints_take_what_the_plan_leaves_for_them_at_most() -> None:
     assert bytes_of(100, 512) == 100
     assert bytes_of(512, 100) == 100
     assert bytes_of(0, 512) == 512
+
+
+def voluntary_switches(thread_id: int) -> int:
+    text = Path(f"/proc/self/task/{thread_id}/status").read_text()
+    return int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a thread's counters from /proc")
+def test_frames_that_the_parent_reads_do_not_wake_the_reader() -> None:
+    before = set(os.listdir("/proc/self/task"))
+    ours, theirs = socket.socketpair()
+    outbox: Any = None
+    inbox: Any = Inbox()
+    Reader(theirs, outbox, Held(), inbox).start(wire.Unframer(), [])
+    new = {int(t) for t in set(os.listdir("/proc/self/task")) - before}
+    time.sleep(0.05)
+    counted = {t: voluntary_switches(t) for t in new}
+    for _ in range(50):
+        theirs.send(b"a step's events")
+        ours.recv(1000)
+        time.sleep(0.0005)
+    assert {t: voluntary_switches(t) - n for t, n in counted.items()} == dict.fromkeys(new, 0)
+    ours.detach()  # closing it would end this process

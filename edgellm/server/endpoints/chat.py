@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -448,17 +448,20 @@ def warnings_of(job: Job, choices: Sequence[Choice]) -> list[str]:
 
 async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
     async with server.streaming(call, generate.error_event) as stream:
-        await _stream_events(stream, generate.events(server, call, view, job.request), view, job)
+        await _stream_events(server, call, stream, view, job)
 
 
-async def _stream_events(
-    stream: Stream, events: AsyncGenerator[TokenEvent, None], view: View, job: Job
-) -> None:
+async def _stream_events(server: Server, call: Call, stream: Stream, view: View, job: Job) -> None:
     choices = choices_of(job)
     writers = [ChunkWriter(view, job, choice) for choice in choices]
     usage, timings = Usage(), RequestTimings()
-    async for event in events:
-        chunk = writers[event.index].event(event)
+
+    def render(event: TokenEvent) -> bytes:
+        return writers[event.index].event(event)
+
+    direct = stream.direct(render)
+    async for event in generate.events(server, call, view, job.request, direct):
+        chunk = render(event)
         if chunk:
             await stream.write(chunk)
         if event.is_last:

@@ -299,7 +299,10 @@ async def _stream_events(server: Server, call: Call, stream: Stream, view: View,
     choices = _choices(job)
     writer = ChunkWriter(view, job)
     usage, timings = Usage(), RequestTimings()
-    sources = [generate.events(server, call, view, request) for request in job.requests]
+    # Several prompts take turns in a queue; one alone can be written as it comes.
+    direct = stream.direct(lambda event: writer.event(choices[0][event.index], event))
+    direct = direct if len(job.requests) == 1 else None
+    sources = [generate.events(server, call, view, request, direct) for request in job.requests]
     async for place, event in generate.merged(sources):
         chunk = writer.event(choices[place][event.index], event)
         if chunk:

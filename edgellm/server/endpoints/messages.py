@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -17,7 +17,6 @@ from edgellm.server.core import Server, View
 from edgellm.server.endpoints.chat import Choice, grammar_of, is_prefill, make_request
 from edgellm.server.errors import Problem, anthropic_body
 from edgellm.server.http import Call, decode, encode
-from edgellm.server.sse import Stream
 from edgellm.server.wire.anthropic import Block, Conversation, CountBody, MessagesBody, ToolParam
 from edgellm.server.wire.common import sampling_params
 
@@ -374,36 +373,41 @@ async def _stream(server: Server, call: Call, answer: Answer, request: Request) 
     def failed(what: Problem) -> bytes:
         return _event("error", anthropic_body(what, call.request_id))
 
+    render = _renderer(answer, n_prompt)
     async with server.streaming(call, failed, PING) as stream:
-        events = generate.events(server, call, answer.view, request)
-        await _write(stream, events, answer, n_prompt)
+        direct = stream.direct(render)
+        async for event in generate.events(server, call, answer.view, request, direct):
+            chunk = render(event)
+            if chunk:
+                await stream.write(chunk)
+        await stream.write(_ending(answer))
+        await stream.end()
 
 
-async def _write(
-    stream: Stream, events: AsyncGenerator[TokenEvent, None], answer: Answer, n_prompt: int
-) -> None:
+def _renderer(answer: Answer, n_prompt: int) -> Callable[[TokenEvent], bytes]:
+    """The wire's events of an engine's event, the answer's beginning with the first."""
     choice = answer.choice
     writer = BlockWriter()
-    begun = False
-    async for event in events:
-        chunk = b""
-        if not begun:
-            begun = True
-            chunk = _start(answer, n_prompt) + PING
+    start = _start(answer, n_prompt) + PING
+
+    def render(event: TokenEvent) -> bytes:
+        nonlocal start
+        chunk, start = start, b""
         deltas = choice.take(event)
         choice.keep(deltas)
         chunk += writer.deltas(deltas)
         if event.is_last and event.usage is not None:
             answer.usage = event.usage
-        if event.finish_reason is not None:
-            chunk += writer.finish()
-        if chunk:
-            await stream.write(chunk)
+        return chunk + writer.finish() if event.finish_reason is not None else chunk
+
+    return render
+
+
+def _ending(answer: Answer) -> bytes:
     reason, stop = answer.stop_reason()
     delta = {"stop_reason": reason, "stop_sequence": stop}
     last = {"type": "message_delta", "delta": delta, "usage": usage_body(answer.usage)}
-    await stream.write(_event("message_delta", last) + _event("message_stop", _STOP))
-    await stream.end()
+    return _event("message_delta", last) + _event("message_stop", _STOP)
 
 
 _STOP: Final = {"type": "message_stop"}

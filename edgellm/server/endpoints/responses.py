@@ -594,9 +594,15 @@ async def _whole(server: Server, call: Call, view: View, job: Job) -> None:
 async def _stream(server: Server, call: Call, view: View, job: Job) -> None:
     output = Output(job, view)
     async with server.streaming(call, output.fail) as stream:
-        async for event in generate.events(server, call, view, job.request):
+
+        def render(event: TokenEvent) -> bytes:
             chunk = output.begin() + (output.read(event) if event.progress else output.take(event))
-            if chunk := generate.with_more(chunk, output.more(event)):
+            return generate.with_more(chunk, output.more(event))
+
+        direct = stream.direct(render)
+        async for event in generate.events(server, call, view, job.request, direct):
+            chunk = render(event)
+            if chunk:
                 await stream.write(chunk)
         _store(server, call, job, output, output.body(output.status()))
         await stream.write(output.end())
