@@ -1,9 +1,13 @@
 """What the terminal interface costs: first paint, key to echo while a model streams, CPU.
 
-    python benchmarks/tui_cost.py [--model starter] [--runs 5] [--rate 200]
+    python benchmarks/tui_cost.py [--model starter] [--runs 5] [--rate 200] [--alternate 6]
 
 Runs the real program in a pseudo-terminal of 120x40 with a home of its own, types what a person
 would, and reads what the terminal would show. Prints JSON. Run it on a quiet machine.
+
+``--alternate N`` is what drawing takes from the engine: the same answer N times through the
+interface and N times from the same engine with nobody drawing, in turns, the first of a pair
+changing each time.
 """
 
 from __future__ import annotations
@@ -175,28 +179,81 @@ def tokens_shown(home: str) -> dict[str, Any]:
 
     with sqlite3.connect(Path(home) / "state" / "chat.db") as db:
         rows = db.execute("SELECT n_tokens, decode_tps FROM message WHERE role='assistant'")
-        n_tokens, decode_tps = rows.fetchone()
+        n_tokens, decode_tps = rows.fetchone() or (None, None)
     return {"n_tokens": n_tokens, "decode_tps": decode_tps}
 
 
-async def bare(model: str, backend: str, n_tokens: int) -> float:
-    """decode_tps of the same engine with nobody drawing."""
-    from edgellm.request import Request, SamplingParams
-    from edgellm.runtime import open_engine
+ANSWER = {"temperature": 0.8, "seed": 7, "max_tokens": 400}
 
-    engine = await open_engine(model, backend=backend)
-    request = Request(
-        id="bare", prompt=PROMPT, sampling=SamplingParams(max_tokens=n_tokens, seed=7)
-    )
-    try:
-        last = None
-        async for event in engine.generate(request):
-            last = event
-    finally:
-        await engine.close()
-    assert last is not None
-    assert last.timings is not None
-    return last.timings.decode_tps or 0.0
+
+async def bare(model: str) -> None:
+    """The same question to the same engine in a program that draws nothing; prints its speed."""
+    from edgellm.planner.plan import PlanRequest
+    from edgellm.request import SamplingParams
+    from edgellm.tui.services import make_services
+
+    services = make_services()
+    endpoint = await services.load(services.plan(model, PlanRequest()), lambda _: None)
+    messages = [{"role": "user", "content": PROMPT}]
+    last = None
+    async for delta in endpoint.chat(messages, SamplingParams(**ANSWER), request_id="bare"):
+        last = delta
+    await endpoint.close()
+    if last is None or last.timings is None or last.usage is None:
+        raise SystemExit("the engine said nothing of its speed")
+    print(json.dumps({"n_tokens": last.usage.n_output, "decode_tps": last.timings.decode_tps}))
+
+
+def undrawn(model: str) -> dict[str, Any]:
+    """:func:`bare` in a process of its own."""
+    with tempfile.TemporaryDirectory() as home:
+        out = subprocess.run(
+            [sys.executable, __file__, "--bare", "--model", model],
+            env=environment(home, "llama"), capture_output=True, check=True,
+        )  # fmt: skip
+    answer: dict[str, Any] = json.loads(out.stdout)
+    return answer
+
+
+def drawn(model: str) -> dict[str, Any]:
+    """One answer through the interface, to its end, nobody typing."""
+    with tempfile.TemporaryDirectory() as home:
+        flags = [f"--temp={ANSWER['temperature']}", f"--seed={ANSWER['seed']}"]
+        flags.append(f"--max-tokens={ANSWER['max_tokens']}")
+        argv = [sys.executable, "-m", "edgellm", "tui", model, *flags]
+        terminal = Terminal(argv, environment(home, "llama"))
+        terminal.wait("tokens of context", 120)
+        terminal.pump(0.5)
+        terminal.type(PROMPT)
+        terminal.pump(0.5)
+        terminal.type("\r")
+        process, before = psutil.Process(terminal.process.pid), 0.0
+        before = sum(process.cpu_times()[:2])
+        while not (shown := tokens_shown(home))["decode_tps"]:
+            terminal.pump(0.5)
+        used = sum(process.cpu_times()[:2]) - before
+        terminal.close()
+        return shown | {"interface_cpu_s": used}
+
+
+def alternate(model: str, n_pairs: int) -> dict[str, Any]:
+    """Speeds in turns; ``lost_percent`` is the median over the pairs."""
+    drawn(model), undrawn(model)  # the files are in memory from here on
+    pairs = []
+    for i in range(n_pairs):
+        first, second = (drawn, undrawn) if i % 2 else (undrawn, drawn)
+        one, other = first(model), second(model)
+        pairs.append((one, other) if i % 2 else (other, one))
+    lost = [100 * (1 - with_["decode_tps"] / without["decode_tps"]) for with_, without in pairs]
+    cpu = statistics.median(with_["interface_cpu_s"] for with_, _ in pairs)
+    return {
+        "n_tokens": pairs[0][0]["n_tokens"],
+        "drawn_decode_tps": [round(with_["decode_tps"], 2) for with_, _ in pairs],
+        "bare_decode_tps": [round(without["decode_tps"], 2) for _, without in pairs],
+        "lost_percent": [round(each, 2) for each in lost],
+        "lost_percent_median": round(statistics.median(lost), 2),
+        "interface_cpu_s_per_1000_tokens": round(1000 * cpu / pairs[0][0]["n_tokens"], 3),
+    }
 
 
 def main() -> None:
@@ -208,10 +265,18 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="stream without a model at this many tokens/s"
     )
+    parser.add_argument("--alternate", type=int, default=0, help="pairs: drawn and bare in turns")
     parser.add_argument("--inside", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         inside(arguments.inside)
+        return
+    if arguments.bare:
+        asyncio.run(bare(arguments.model))
+        return
+    if arguments.alternate:
+        print(json.dumps(alternate(arguments.model, arguments.alternate), indent=1))
         return
     result: dict[str, Any] = {}
     if arguments.runs:
@@ -220,9 +285,6 @@ def main() -> None:
         result["first_paint_cpu_s"] = statistics.median(cpu)
     rate = arguments.rate
     result["streaming"] = streaming(arguments.model, arguments.backend, arguments.seconds, rate)
-    if not rate:
-        n_tokens = result["streaming"]["n_tokens"] or 256
-        result["bare_decode_tps"] = asyncio.run(bare(arguments.model, arguments.backend, n_tokens))
     print(json.dumps(result, indent=1))
 
 

@@ -43,4 +43,7 @@ def tui(
 
     services = make_services({**plan_flags.settings(), **sampling_flags.settings()})
     app = EdgeApp(services, model=model, attach=attach, api_key=api_key)
-    return app.run() or app.return_code or 0
+    code = app.run() or app.return_code or 0
+    if app.failure is not None:
+        raise app.failure
+    return code

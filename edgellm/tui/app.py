@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, TypeVar
 
 from textual import work
@@ -132,8 +134,13 @@ class EdgeApp(App[int]):
         self.theme = self._first_theme()
         if not self.preferred.animations:
             self.animation_level = "none"
-        self.downloads = Downloads(self)
+        self.downloads = Downloads(services.pull, self._in_thread, self.post_message)
         self.server: ServerHandle | None = None
+        self.failure: EdgeLLMError | None = None
+        """What the program says after it had to end by a defect of its own."""
+
+    def _in_thread(self, call: Callable[[], None]) -> None:
+        self.run_worker(call, thread=True, group="downloads", exit_on_error=False)
 
     def _open_store(self) -> SessionStore:
         """The conversations; kept in memory, with a warning, where the disk refuses."""
@@ -182,6 +189,14 @@ class EdgeApp(App[int]):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, partial(call, *args, **kwargs))
 
+    def remember(self, key: str, value: str) -> None:
+        """Keep a setting without waiting for the disk; one that is lost costs nobody anything."""
+        self._disk.submit(self._remember, key, value)
+
+    def _remember(self, key: str, value: str) -> None:
+        with suppress(EdgeLLMError):
+            self.store.save_setting(key, value)
+
     # -- errors ----------------------------------------------------------------------------------
 
     def report(self, error: EdgeLLMError) -> None:
@@ -195,6 +210,19 @@ class EdgeApp(App[int]):
             body, title=title, severity="error" if severity == "error" else "warning", timeout=10,
             markup=False,
         )  # fmt: skip
+
+    def _fatal_error(self) -> None:
+        """Textual's end for an exception nobody handled: state first, then a log, then one line."""
+        from edgellm.tui import crash
+
+        for screen in self.screen_stack:
+            keep = getattr(screen, "keep_now", None)
+            if keep is not None:
+                keep()
+        if self.failure is None and self._exception is not None:
+            path = Path(self.services.state_file(crash.LOG))
+            self.failure = crash.record(self._exception, path)
+        self._close_messages_no_wait()
 
     # -- the model that answers ------------------------------------------------------------------
 
@@ -223,7 +251,7 @@ class EdgeApp(App[int]):
             self.report(error)
         else:
             self.endpoint = endpoint
-            self.store.save_setting("model", plan.model.path)
+            self.remember("model", plan.model.path)
         finally:
             self.loading = ""
 
@@ -274,12 +302,12 @@ class EdgeApp(App[int]):
 
     def action_go(self, mode: str) -> None:
         if self.current_mode != mode and len(self.screen_stack) == 1:
-            self.store.save_setting("welcomed", "yes")
+            self.remember("welcomed", "yes")
             self.switch_mode(mode)
 
     def action_theme(self) -> None:
         self.theme = "edgellm-light" if self.current_theme.dark else "edgellm-dark"
-        self.store.save_setting("theme", self.theme)
+        self.remember("theme", self.theme)
 
     def action_help(self) -> None:
         from edgellm.tui.screens.help import HelpScreen

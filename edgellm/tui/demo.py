@@ -41,7 +41,7 @@ from edgellm.tui.ports import (
     Progress,
     ServerHandle,
 )
-from edgellm.units import GiB, MiB
+from edgellm.units import GiB, MiB, format_bytes
 
 NOON: Final = 1_790_000_000.0
 GPU: Final = Gpu(
@@ -348,7 +348,15 @@ def _plan(model: Model, ref: str, request: PlanRequest) -> Plan:
     n_all = model[3] + 1
     asked = request.n_gpu_layers
     if asked is not None:
-        return _ledger(model, ref, request, n_all if asked < 0 else min(asked, n_all))
+        plan = _ledger(model, ref, request, n_all if asked < 0 else min(asked, n_all))
+        gpu = plan.devices[0]
+        if gpu.headroom < 0 and not request.force:
+            raise DoesNotFitError(
+                f"{gpu.id} is over by {format_bytes(-gpu.headroom)}", device=gpu.id,
+                required=gpu.used, available=gpu.free - gpu.margin,
+                smallest_fix="fewer layers on the GPU, or a smaller context",
+            )  # fmt: skip
+        return plan
     for n in range(n_all, -1, -1):
         plan = _ledger(model, ref, request, n)
         if plan.devices[0].headroom >= 0:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from rich.style import Style
@@ -17,8 +17,8 @@ from edgellm.errors import EdgeLLMError
 from edgellm.tui.ports import ModelRow, Progress
 from edgellm.units import format_bytes
 
-if TYPE_CHECKING:
-    from edgellm.tui.app import EdgeApp
+Pull = Callable[[str, Callable[[Progress], None], Callable[[], bool]], str]
+""":meth:`edgellm.tui.ports.Services.pull`."""
 
 
 @dataclass
@@ -44,8 +44,14 @@ class DownloadsChanged(Message, bubble=True):
 class Downloads:
     """All downloads of this run, by reference. What has arrived stays on disk when one stops."""
 
-    def __init__(self, app: EdgeApp) -> None:
-        self._app = app
+    def __init__(
+        self,
+        pull: Pull,
+        start: Callable[[Callable[[], None]], object],
+        tell: Callable[[DownloadsChanged], object],
+    ) -> None:
+        """``start`` runs a call in a thread of its own; ``tell`` may be called from any."""
+        self._pull, self._start, self._send = pull, start, tell
         self.items: dict[str, Download] = {}
 
     def start(self, row: ModelRow) -> None:
@@ -55,9 +61,7 @@ class Downloads:
             return
         download = Download(row)
         self.items[row.ref] = download
-        self._app.run_worker(
-            partial(self._run, download), thread=True, group="downloads", exit_on_error=False
-        )
+        self._start(partial(self._run, download))
         self._tell(download)
 
     def pause(self, ref: str) -> None:
@@ -80,7 +84,7 @@ class Downloads:
             self._tell(download)
 
         try:
-            download.path = self._app.services.pull(
+            download.path = self._pull(
                 download.row.ref, on_progress, lambda: download.state != "running"
             )
         except EdgeLLMError as error:
@@ -92,9 +96,10 @@ class Downloads:
         self._tell(download, finished=download.state == "done")
 
     def _tell(self, download: Download, *, finished: bool = False) -> None:
-        self._app.post_message(DownloadsChanged(download, finished=finished))
+        self._send(DownloadsChanged(download, finished=finished))
 
 
+COLORS = {"done": "success", "failed": "error", "paused": "warning"}
 MARKS = {"running": "↓", "paused": "‖", "done": "✓", "failed": "✗", "cancelled": "✗"}
 
 
@@ -127,19 +132,18 @@ class DownloadList(Widget):
 
     def _line(self, item: Download, width: int) -> list[Segment]:
         ink = self.app.theme_variables
-        color = {"done": "success", "failed": "error", "paused": "warning"}.get(
-            item.state, "primary"
-        )
-        n_bar = max(width - 76, 10)
+        color = COLORS.get(item.state, "primary")
+        n_name = 20 if width < 100 else 28
+        n_bar = min(max(width - n_name - 52, 6), 40)
         progress = item.progress
         share = progress.n_done / progress.n_total if progress.n_total else 0.0
         full = round(share * n_bar) if item.state != "done" else n_bar
         return [
             Segment(f"{MARKS[item.state]} ", Style(color=ink[color], bold=True)),
-            Segment(item.row.name[:28].ljust(29), Style(color=ink["foreground"])),
+            Segment(item.row.name[:n_name].ljust(n_name + 1), Style(color=ink["foreground"])),
             Segment("━" * full, Style(color=ink[color])),
             Segment("─" * (n_bar - full), Style(color=ink["border"])),
-            Segment(f" {share:4.0%}  ", Style(bold=True)),
+            Segment(f" {share * 100:3.0f} %  ", Style(bold=True)),
             Segment(_facts(item), Style(color=ink["muted"])),
         ]
 
@@ -150,7 +154,8 @@ def _facts(item: Download) -> str:
         return item.error.message
     if item.state == "done":
         return "on this machine"
-    size = f"{format_bytes(progress.n_done)} of {format_bytes(progress.n_total)}"
+    done, total = (format_bytes(n, digits=1) for n in (progress.n_done, progress.n_total))
+    size = f"{done} of {total}" if progress.n_total else done
     if item.state == "paused":
         return f"{size}, paused"
     if progress.phase != "downloading":
@@ -158,4 +163,11 @@ def _facts(item: Download) -> str:
     if not progress.rate:
         return size
     left = max(progress.n_total - progress.n_done, 0) / progress.rate
-    return f"{size}  {format_bytes(int(progress.rate))}/s  {left:.0f} s left"
+    rate = format_bytes(int(progress.rate), digits=1)
+    return f"{size}  {rate}/s  {_duration(left)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -2,7 +2,7 @@
 
 Drawing costs CPU time, and a model that computes on every core of this CPU pays for each
 millisecond of it: its threads wait for the one that was pushed aside. So the frames of a stream
-are paced by what this process really used, against a share of one core it may use.
+are paced by what drawing them really took, against a share of one core it may take.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import Final
 
 FASTEST_S: Final = 1 / 30
 SLOWEST_S: Final = 0.6
-"""A frame took 12 to 15 ms of a slow core: at 0.4 s it was 3.7 % of it, beyond SCARCE."""
 PLENTY: Final = 0.5
 """Share of a core when the model computes elsewhere: on a GPU or on another machine."""
 SHARED: Final = 0.1
 """... when it computes here and leaves logical CPUs free."""
-SCARCE: Final = 0.025
+SCARCE: Final = 0.02
 """... when it computes on all of them: a frame is then taken from the answer itself."""
 
 
 class Pacer:
-    """Frames at an interval that keeps the process within its share of a core."""
+    """Frames at an interval that keeps drawing within its share of a core."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -29,7 +28,9 @@ class Pacer:
         self._last: tuple[float, float] | None = None
 
     def note(self, now: float, cpu: float) -> float:
-        """After a frame: wall and CPU seconds so far. Returns when the next one is due, from now.
+        """After a frame: wall seconds, and CPU seconds that drawing has taken so far.
+
+        Returns when the next frame is due, from now.
 
         The interval moves by at most a third a frame, so that one slow frame does not stall it.
         """

@@ -27,7 +27,7 @@ DARK: Final = Theme(
     variables={
         "border": "#2C3544",
         "border-blurred": "#262E3B",
-        "faint": "#5D687A",
+        "faint": "#768297",
         "muted": "#8D98AB",
         "ledger-weights": "#6C9CF5",
         "ledger-kv": "#4FC9A4",
@@ -63,7 +63,7 @@ LIGHT: Final = Theme(
     name="edgellm-light",
     primary="#0B7A63",
     secondary="#2F5FC4",
-    accent="#B55D0B",
+    accent="#A8540A",
     foreground="#262B33",
     background="#FAF8F3",
     surface="#F3F0E9",
@@ -75,7 +75,7 @@ LIGHT: Final = Theme(
     variables={
         "border": "#CFC9BB",
         "border-blurred": "#DAD5C9",
-        "faint": "#98917F",
+        "faint": "#78715F",
         "muted": "#6B665A",
         "ledger-weights": "#5B8AE8",
         "ledger-kv": "#3DAE8B",

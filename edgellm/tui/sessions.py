@@ -31,6 +31,10 @@ from edgellm.errors import DiskFullError, StoreError
 SCHEMA_VERSION: Final = 1
 NEW_TITLE: Final = "New conversation"
 TITLE_LENGTH: Final = 48
+OPEN_S: Final = 0.25
+"""How long opening waits for another program: nothing is on the screen before it."""
+BUSY_S: Final = 5.0
+"""How long a write waits for another edgellm's; a thread of its own waits."""
 _FENCED: Final = re.compile(r"^```.*?^```$", re.M | re.S)
 
 _SCHEMA: Final = """
@@ -96,6 +100,7 @@ class SessionStore:
             self._db = _connect(self.path)
             self._prepare()
             self.n_recovered = self._recover()
+            self._db.execute(f"PRAGMA busy_timeout={int(BUSY_S * 1000)}")
 
     def close(self) -> None:
         self._db.close()
@@ -282,6 +287,15 @@ class SessionStore:
         messages = [msgspec.to_builtins(_message(row)) for row in rows]
         return {"schema": "edgellm.conversation/1", **session, "messages": messages}
 
+    def export(self, session_id: str, path: Path) -> None:
+        """Write a file: every branch where its name ends in .json, else the shown one."""
+        if path.suffix == ".json":
+            text = json.dumps(self.to_json(session_id), ensure_ascii=False, indent=2)
+        else:
+            text = self.to_markdown(session_id)
+        with _translated(str(path)):
+            path.write_text(text, "utf-8")
+
     # -- below -----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
@@ -369,7 +383,7 @@ def _connect(path: str) -> sqlite3.Connection:
     if path != ":memory:":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     # Threads take turns by the store's own lock.
-    db = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=OPEN_S, check_same_thread=False)
     if path != ":memory:":
         os.chmod(path, 0o600)  # conversations are their owner's; SQLite's side files follow
     db.row_factory = sqlite3.Row

@@ -25,6 +25,7 @@ from textual.strip import Strip
 
 from edgellm.tui.blocks import Block, BlockSplitter, split_blocks
 from edgellm.tui.markdown import BlockRenderer, Ink
+from edgellm.tui.paint import is_clear, paint
 
 GUTTER: Final = 2
 MAX_WIDTH: Final = 100
@@ -33,6 +34,8 @@ WINDOW_LINES: Final = 400
 """Lines laid out at once when a conversation opens or when somebody scrolls up."""
 FOLDED_LINES: Final = 16
 """A user message longer than this is folded."""
+BAR_EVERY: Final = 10
+"""Painted frames until the scroll bar is drawn again: its thumb hardly moves in one."""
 
 Line = list[Segment]
 
@@ -105,6 +108,7 @@ class Transcript(ScrollView, can_focus=True):
         self._renderer: BlockRenderer | None = None
         self._base: Style | None = None
         self._width = 0
+        self._n_painted = 0
         self._follow = True
         """The end is shown, and what comes moves it; False while somebody reads further up."""
 
@@ -127,10 +131,12 @@ class Transcript(ScrollView, can_focus=True):
         self._measure()
         self.scroll_end(animate=False, immediate=True)
 
-    def stream(self, text: str, reasoning: str = "") -> None:
-        """Add text to the last message. Lines above its open block are not touched."""
+    def stream(self, text: str, reasoning: str = "") -> bool:
+        """Add text to the last message. Lines above its open block are not touched.
+
+        Returns whether the frame is on the terminal already; else Textual draws it when idle.
+        """
         turn = self.turns[-1]
-        follow = self._follow
         y = self._height(len(self._chunks) - self._open_count(turn))
         before = self._drop_open(turn)
         keep = max(len(self._chunks) - self._first, 0)
@@ -147,9 +153,30 @@ class Transcript(ScrollView, can_focus=True):
         self._chunks.extend(new)
         if y and before is not None:
             y += self._keep_lines(before, new[0])
+        if self._follow and self._paint(y, keep):
+            return True
         self._measure(refresh_from=y, keep=keep)
-        if follow:
+        if self._follow:
             self.scroll_end(animate=False, immediate=True)
+        return False
+
+    def _paint(self, changed_from: int, keep: int) -> bool:
+        """The end of the text straight onto the terminal, where nothing is in the way."""
+        n_before = self._n_painted
+        self._n_painted = 0
+        if n_before >= BAR_EVERY or not self._width or not is_clear(self):
+            return False
+        self._n_painted = n_before + 1
+        total = self._count_lines(keep)
+        top = max(total - self.size.height, 0)
+        if top != self.scroll_offset.y:
+            changed_from = 0
+        self.set_reactive(Transcript.virtual_size, Size(self.size.width, total))
+        self.set_reactive(Transcript.scroll_y, top)
+        self.set_reactive(Transcript.scroll_target_y, top)
+        first = max(changed_from - top, 0)
+        paint(self, first, [self._row(y)[0] for y in range(first, self.size.height)])
+        return True
 
     def finish(self, *, facts: str = "", note: str = "") -> None:
         """The last message is complete: lay it out as a whole once more."""
@@ -249,17 +276,20 @@ class Transcript(ScrollView, can_focus=True):
 
     def _measure(self, refresh_from: int = 0, keep: int = 0) -> None:
         """Heights of the window's chunks, but the first ``keep`` that are as they were."""
-        del self._ends[keep:]
-        keep = len(self._ends)
-        below = self._ends[-1] if self._ends else 0
-        for chunk in self._chunks[self._first + keep :]:
-            below += len(self._lines(chunk))
-            self._ends.append(below)
-        total = self._ends[-1] if self._ends else 0
+        total = self._count_lines(keep)
         if total != self.virtual_size.height or self.size.width != self.virtual_size.width:
             self._resize_virtual(Size(self.size.width, total))
         top = max(refresh_from, self.scroll_offset.y)
         self.refresh_lines(top, max(self.size.height - (top - self.scroll_offset.y), 0))
+
+    def _count_lines(self, keep: int) -> int:
+        """Where each chunk of the window ends, from chunk ``keep`` on; return all its lines."""
+        del self._ends[keep:]
+        below = self._ends[-1] if self._ends else 0
+        for chunk in self._chunks[self._first + len(self._ends) :]:
+            below += len(self._lines(chunk))
+            self._ends.append(below)
+        return below
 
     def _resize_virtual(self, size: Size) -> None:
         """A new height, without the layout of the whole screen that ``virtual_size = `` starts.
@@ -380,20 +410,31 @@ class Transcript(ScrollView, can_focus=True):
         return self._chunks[self._first + index], y - (self._ends[index - 1] if index else 0)
 
     def render_line(self, y: int) -> Strip:
+        strip, at = self._row(y)
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(at)) is not None:
+            strip = self._marked(strip, span)
+        return strip.apply_offsets(0, at)
+
+    def _row(self, y: int) -> tuple[Strip, int]:
+        """What stands in a row of the widget, and which line of the window that is."""
         at = self.scroll_offset.y + y
         chunk, row = self._at(at)
         width = self.size.width
         if chunk is None:
-            return Strip.blank(width, self.rich_style)
+            return Strip.blank(width, self._base_style()), at
         is_selected = chunk.turn is self.selected_turn()
         strip = chunk.strips.get((row, is_selected))
         if strip is None or strip.cell_length != width:
             strip = self._strip(chunk, row, is_selected, width)
             chunk.strips[row, is_selected] = strip
-        selection = self.text_selection
-        if selection is not None and (span := selection.get_span(at)) is not None:
-            strip = self._marked(strip, span)
-        return strip.apply_offsets(0, at)
+        return strip, at
+
+    def _base_style(self) -> Style:
+        """Textual adds it up from every ancestor, each time: a sixth of a frame."""
+        if self._base is None:
+            self._base = self.rich_style
+        return self._base
 
     def _strip(self, chunk: Chunk, row: int, is_selected: bool, width: int) -> Strip:
         ink = self._render_with().ink
@@ -403,10 +444,7 @@ class Transcript(ScrollView, can_focus=True):
         if chunk.kind == "gap":
             bar = "  "
         segments = [Segment(bar, style), *(lines[row] if row < len(lines) else [])]
-        if self._base is None:
-            # Textual adds it up from every ancestor, each time: a sixth of a frame.
-            self._base = self.rich_style
-        base = self._base
+        base = self._base_style()
         painted = [Segment(text, base + (style or Style.null())) for text, style, _ in segments]
         return Strip(painted).adjust_cell_length(width, base)
 

@@ -117,7 +117,7 @@ class Stepper(Widget, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h,minus", "step(-1)", "Less", id="stepper.less"),
         Binding("right,l,plus", "step(1)", "More", id="stepper.more"),
-        Binding("a", "auto", "Automatic", id="stepper.auto"),
+        Binding("a", "auto", "Auto", id="stepper.auto"),
     ]
     index: reactive[int | None] = reactive(None)
     shown: reactive[str] = reactive("")
@@ -227,7 +227,8 @@ class Meter(Widget):
     def render_line(self, y: int) -> Strip:  # noqa: ARG002
         ink = self.app.theme_variables
         width = self.size.width
-        n = min(self._bar, max(width - len(self.label) - len(self.text) - 4, 4))
+        words = len(self.label) + len(self.text) + len(self.right)
+        n = min(self._bar, max(width - words - 5, 6))
         full = min(max(round(self.fraction * n), 1 if self.fraction > 0 else 0), n)
         color = ink[
             "error" if self.fraction > 0.95 else "warning" if self.fraction > 0.8 else "primary"

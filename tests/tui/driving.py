@@ -1,4 +1,7 @@
-"""Waiting for what should come to hold, instead of sleeping."""
+"""The program's screens, reached by keys as a person would; what should come is waited for.
+
+The tests check these states and docs/screenshots.py draws them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from textual.pilot import Pilot
+from textual.widgets import DataTable
+
+from edgellm.tui.composer import Composer
+from edgellm.tui.demo import RUNS
 
 
 async def settle(pilot: Pilot[Any], until: Callable[[], Any], tries: int = 400) -> None:
@@ -16,3 +23,65 @@ async def settle(pilot: Pilot[Any], until: Callable[[], Any], tries: int = 400) 
             return
         await pilot.pause(0.02)
     raise AssertionError("it did not come to hold")
+
+
+async def welcome(pilot: Any) -> None:
+    await settle(pilot, lambda: len(getattr(pilot.app.screen, "suggestions", ())) == 4)
+
+
+async def models(pilot: Any) -> None:
+    await welcome(pilot)
+    await pilot.press("escape")
+    await settle(pilot, lambda: len(getattr(pilot.app.screen, "_verdicts", ())) == 3)
+    await settle(pilot, lambda: pilot.app.screen.query_one(DataTable).row_count == 6)
+    await pilot.press("down", "down")
+
+
+async def plan(pilot: Any) -> None:
+    await models(pilot)
+    await pilot.press("enter")
+    await settle(pilot, lambda: getattr(pilot.app.screen, "plan", None) is not None)
+    await settle(pilot, lambda: len(pilot.app.screen.query("Stepper")) == 6)
+    before = pilot.app.screen.plan
+    await pilot.press("down", "right")
+    await settle(pilot, lambda: pilot.app.screen.plan is not before)
+    await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
+
+
+async def chat(pilot: Any) -> None:
+    await welcome(pilot)
+    await pilot.press("enter")
+    await settle(pilot, lambda: isinstance(pilot.app.focused, Composer) and pilot.app.endpoint)
+    pilot.app.screen.query_one(Composer).insert("What is a KV cache?")
+    await pilot.press("enter")
+    screen = pilot.app.screen
+    await settle(pilot, lambda: screen._live is None and len(screen.transcript.turns) == 2)
+    await settle(pilot, lambda: "/ 8,192" in screen.query_one("#meter").text and screen.speed)
+
+
+async def monitor(pilot: Any) -> None:
+    await welcome(pilot)
+    await pilot.press("enter")
+    await settle(pilot, lambda: pilot.app.endpoint is not None)
+    await pilot.press("f4")
+    await settle(pilot, lambda: getattr(pilot.app.screen, "stats", None) is not None)
+    if pilot.app.size.width >= 120:
+        await settle(pilot, lambda: len(pilot.app.screen._plots) == 2)
+    await pilot.pause(0.2)
+
+
+async def server(pilot: Any) -> None:
+    await welcome(pilot)
+    await pilot.press("5")
+    await settle(pilot, lambda: pilot.app.focused is not None and pilot.app.focused.id == "start")
+    await pilot.press("enter")
+    await settle(pilot, lambda: pilot.app.screen.handle is not None)
+
+
+async def bench(pilot: Any) -> None:
+    pilot.app.services.runs = RUNS
+    await welcome(pilot)
+    await pilot.press("6")
+    await settle(pilot, lambda: len(getattr(pilot.app.screen, "runs", ())) == 5)
+    await pilot.press("down", "down", "space", "up", "up")
+    await pilot.pause(0.3)

@@ -10,6 +10,7 @@ from textual.widgets import Input, OptionList
 
 from edgellm.errors import DiskFullError
 from edgellm.tui.app import EdgeApp
+from edgellm.tui.attachments import Attachments
 from edgellm.tui.composer import PASTE_LIMIT, Composer
 from edgellm.tui.demo import ANSWER, DemoServices
 from edgellm.tui.screens.chat import ChatScreen
@@ -179,7 +180,7 @@ async def test_a_pasted_megabyte_becomes_an_attachment_and_is_sent_whole(
         screen = await open_chat(pilot, app)
         composer = screen.query_one(Composer)
         app.post_message(events.Paste(text))
-        await settle(pilot, lambda: screen._attachments)
+        await settle(pilot, lambda: screen.query_one(Attachments).items)
         assert composer.text == ""
         assert len(text) > PASTE_LIMIT
         await pilot.press("enter")
@@ -236,7 +237,7 @@ async def test_an_engine_that_starts_itself_again_is_only_mentioned(
 async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
     app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgellm.tui.screens.chat.MEND_S", 0.2)
+    monkeypatch.setattr("edgellm.tui.screens.answering.MEND_S", 0.2)
     services.token_s = 0.02
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
@@ -266,7 +267,7 @@ async def test_a_full_disk_is_said_once_and_saved_when_there_is_room(
 
     monkeypatch.setattr(SessionStore, "append", fail)
     monkeypatch.setattr(SessionStore, "finish", fail)
-    monkeypatch.setattr("edgellm.tui.screens.chat.RETRY_S", 0.05)
+    monkeypatch.setattr("edgellm.tui.screens.answering.RETRY_S", 0.05)
     async with app.run_test(size=SIZE) as pilot:
         await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -395,8 +396,8 @@ async def test_a_text_file_is_attached_and_a_binary_one_is_refused(app: EdgeApp,
             app.screen.query_one(Input).value = str(tmp_path / name)
             await pilot.press("enter")
             await settle(pilot, lambda: app.screen is screen)
-        await settle(pilot, lambda: screen._attachments)
-        assert screen._attachments == [("notes.txt", "remember this")]
+        await settle(pilot, lambda: screen.query_one(Attachments).items)
+        assert screen.query_one(Attachments).items == (("notes.txt", "remember this"),)
 
 
 async def test_the_model_can_be_switched_in_mid_conversation(
@@ -434,3 +435,39 @@ async def test_leaving_in_mid_answer_keeps_the_words_without_a_traceback(
     assert answer.state in ("stopped", "interrupted")
     assert len(answer.content) > 4
     assert ANSWER.startswith(answer.content)
+
+
+async def test_a_message_beyond_the_context_is_refused_at_once_and_can_be_changed(
+    app: EdgeApp,
+) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        screen.query_one(Attachments).add("book", "word " * 200_000)
+        screen.query_one(Composer).insert("Sum it up.")
+        await pilot.press("enter")
+        await settle(pilot, lambda: app._notifications)
+        (notice,) = app._notifications
+        assert notice.title == "Too long for the context"
+        assert "about 250," in notice.message
+        assert "the context holds 8,192" in notice.message
+        assert "F2" in notice.message
+        assert app.endpoint.asked == []
+        assert screen.query_one(Composer).text == "Sum it up."
+        assert screen.query_one(Attachments).items == (("book", "word " * 200_000),)
+        assert app.store.find() == []
+
+
+async def test_what_a_defect_interrupts_is_on_disk(app: EdgeApp, services: DemoServices) -> None:
+    services.token_s = 0.02
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        screen.query_one(Composer).insert("hello")
+        await pilot.press("enter")
+        await settle(pilot, lambda: screen._live is not None and len(screen._live.text) > 3)
+        screen.query_one(Composer).insert("a draft")
+        came = "".join(screen._live.text)
+        screen.keep_now()
+        (session,) = app.store.find()
+        pieces = app.store._all("SELECT content FROM piece ORDER BY rowid")
+        assert "".join(row["content"] for row in pieces) == came
+        assert session.draft == "a draft"

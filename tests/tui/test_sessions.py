@@ -7,13 +7,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from edgellm.errors import DiskFullError, StoreError
-from edgellm.tui.sessions import SessionStore, code_blocks, title_of
+from edgellm.tui.sessions import BUSY_S, SessionStore, code_blocks, title_of
 
 
 @pytest.fixture
@@ -197,3 +198,23 @@ def test_a_database_that_somebody_holds_says_so(
         monkeypatch.setattr(sqlite3, "connect", lambda p, **k: connect(p, **{**k, "timeout": 0.01}))
         with pytest.raises(StoreError, match="another program holds it"):
             SessionStore(path)
+
+
+def test_a_held_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "chat.db"
+    SessionStore(path).close()
+    holder = sqlite3.connect(path)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="another program holds it"):
+        SessionStore(path)
+    assert time.monotonic() - began < 2.5  # it was 5 s
+    holder.close()
+
+
+def test_later_a_write_waits_for_another_program(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "chat.db")
+    (waits,) = store._db.execute("PRAGMA busy_timeout").fetchone()
+    store.close()
+    assert waits == BUSY_S * 1000

@@ -41,10 +41,18 @@ class EdgeScreen(Screen[None]):
     def on_mount(self) -> None:
         self.watch(self.app, "endpoint", self._show_status)
         self.watch(self.app, "loading", self._show_status)
+        self.watch(self.app, "theme", self._theme_changed, init=False)
         self.ready()
 
     def ready(self) -> None:
         """The screen is mounted; subclasses start their work here."""
+
+    def _theme_changed(self) -> None:
+        self.query_one(NavBar).refresh()
+        self.recolored()
+
+    def recolored(self) -> None:
+        """The theme changed: what was drawn in its colours is drawn again."""
 
     def on_screen_resume(self) -> None:
         self._show_status()

@@ -65,6 +65,9 @@ class BenchScreen(EdgeScreen):
             table.add_column(Text(label, justify="right"), width=8, key=label)
         table.focus()
 
+    def recolored(self) -> None:
+        self.watch_runs(self.runs)
+
     def shown(self) -> None:
         self.action_refresh()
 
@@ -172,7 +175,7 @@ def _change(run: Run, other: Run, name: str, ink: dict[str, str]) -> Text:
     better = (change > 0) == ("tps" in name)
     color = "muted" if abs(change) < 0.005 else "success" if better else "error"
     word = "" if abs(change) < 0.005 else " better" if better else " worse"
-    return Text(f"{change:+.1%}{word}", style=ink[color])
+    return Text(f"{change * 100:+.1f} %{word}", style=ink[color])
 
 
 def make() -> BenchScreen:

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import time
-from collections.abc import Callable
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import ClassVar
 
 import msgspec
 from rich.text import Text
@@ -18,56 +12,22 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.reactive import reactive
-from textual.timer import Timer
-from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option, OptionDoesNotExist
-from textual.worker import Worker
+from textual.widgets import Static
 
-from edgellm.errors import DiskFullError, EdgeLLMError, EngineDeadError
-from edgellm.request import Usage
+from edgellm.errors import EdgeLLMError
+from edgellm.tui.attachments import Attached, Attachments, read_text
 from edgellm.tui.composer import Composer
-from edgellm.tui.context import fit, to_chat, to_sampling
-from edgellm.tui.pacing import PLENTY, Pacer, share_for
-from edgellm.tui.ports import HERE, Delta, Endpoint
-from edgellm.tui.screens.base import Command, EdgeScreen
+from edgellm.tui.conversations import Conversations
+from edgellm.tui.ports import Endpoint
+from edgellm.tui.screens.answering import SAVE_S, AnsweringScreen
+from edgellm.tui.screens.base import Command
 from edgellm.tui.screens.dialogs import AskScreen, ConfirmScreen, PickScreen, SettingsScreen
 from edgellm.tui.sessions import Message, Session, code_blocks
-from edgellm.tui.transcript import Transcript, Turn
+from edgellm.tui.transcript import Transcript
 from edgellm.tui.widgets import Meter
 
-T = TypeVar("T")
 
-RETRY_S: Final = 2.0
-"""How long after a full disk an answer is written again."""
-MEND_S: Final = 15.0
-"""How long an engine that died may take to start itself again."""
-SAVE_S: Final = 0.4
-"""How much of an answer a crash may cost."""
-TITLE_CELLS: Final = 28
-"""What the list of conversations has room for on a line."""
-READING: Final = "reading the prompt"
-"""Said until the first word comes: a long prompt takes a minute on a slow CPU."""
-MAX_ATTACHMENT: Final = 4 * 1024 * 1024
-
-
-@dataclass
-class Live:
-    """An answer that is being written."""
-
-    session: Session
-    message: Message
-    turn: Turn
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    n_shown: int = 0
-    n_reasoned: int = 0
-    n_saved: tuple[int, int] = (0, 0)
-    n_tokens: int = 0
-    last: Delta | None = None
-
-
-class ChatScreen(EdgeScreen):
+class ChatScreen(AnsweringScreen):
     """Everything a conversation needs, on keys; letters work while it has the focus."""
 
     MODE = "chat"
@@ -77,26 +37,19 @@ class ChatScreen(EdgeScreen):
         display: none;
     }
     ChatScreen.-sidebar #sidebar { display: block; }
-    ChatScreen #find { background: $background; height: 1; }
-    ChatScreen #sessions {
-        border: none; background: $background; height: 1fr; margin-top: 1; padding: 0;
-        scrollbar-size-vertical: 1;
-    }
-    ChatScreen #sessions:focus { background-tint: $background 0%; }
     ChatScreen #transcript { padding: 0 1; }
     ChatScreen #hint { height: 1fr; align: center middle; display: none; }
     ChatScreen #hint Static { width: 62; max-width: 90%; color: $muted; text-align: center; }
     ChatScreen.-blank #hint { display: block; }
     ChatScreen.-blank #transcript { display: none; }
-    ChatScreen #attached { height: auto; padding: 0 2; color: $accent; display: none; }
     ChatScreen #composer { margin: 0 1; }
     ChatScreen #meter { padding: 0 3; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "escape", "Stop / leave", id="chat.escape", key_display="esc"),
+        Binding("escape", "escape", "Stop", id="chat.escape", key_display="esc"),
         Binding("ctrl+n", "new", "New", id="chat.new"),
-        Binding("ctrl+b", "sidebar", "Conversations", id="chat.sidebar"),
+        Binding("ctrl+b", "sidebar", "List", id="chat.sidebar"),
         Binding("ctrl+t", "settings", "Settings", id="chat.settings"),
         Binding("ctrl+l", "model", "Model", id="chat.model"),
         Binding("ctrl+o", "attach", "Attach", id="chat.attach"),
@@ -114,32 +67,21 @@ class ChatScreen(EdgeScreen):
         Binding("x", "export", "Export", show=False, id="chat.export"),
         Binding("delete", "delete", "Delete the conversation", show=False, id="chat.delete"),
     ]
-    session: reactive[Session | None] = reactive(None)
-    speed: reactive[str] = reactive("")
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: Live | None = None
-        self._thread: list[Message] = []
-        self._branches: dict[str, tuple[int, int]] = {}
-        self._attachments: list[tuple[str, str]] = []
+        self._written: tuple[str, tuple[Attached, ...]] = ("", ())
+        """The last message as it was before it was sent: its words and what was attached."""
         self._editing: Message | None = None
         self._queued = ""
-        self._frame: Timer | None = None
-        self._pacer = Pacer(PLENTY)
-        self._answering: Worker[None] | None = None
-        self._disk_full = False
-        self._counts: dict[str, int] = {}
 
     def body(self) -> ComposeResult:
         # Few containers: Textual draws the lines of every one of them in every frame.
-        with Vertical(id="sidebar"):
-            yield Input(placeholder="find in conversations", id="find", compact=True)
-            yield OptionList(id="sessions")
+        yield Conversations(id="sidebar")
         yield Transcript(id="transcript")
         with Vertical(id="hint"):
             yield Static(id="hint-text")
-        yield Static(id="attached")
+        yield Attachments(id="attached")
         yield Composer(id="composer")
         yield Meter("ctx", id="meter")
 
@@ -152,56 +94,27 @@ class ChatScreen(EdgeScreen):
         self.set_interval(SAVE_S, self._save)
         self._open_last()
 
+    def recolored(self) -> None:
+        self._show_hint()
+        self.run_worker(self.listed(), group="list", exclusive=True)
+
     def shown(self) -> None:
         self.query_one(Composer).focus()
-
-    @property
-    def transcript(self) -> Transcript:
-        return self.query_one("#transcript", Transcript)
-
-    async def _disk(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """A call of the store; a full disk is said once and never ends anything."""
-        try:
-            result = await self.edge.disk(call, *args, **kwargs)
-        except EdgeLLMError as error:
-            if not (isinstance(error, DiskFullError) and self._disk_full):
-                self.edge.report(error)
-            self._disk_full = isinstance(error, DiskFullError)
-            return None
-        self._disk_full = False
-        return result
 
     # -- opening conversations -------------------------------------------------------------------
 
     @work(exclusive=True, group="open")
     async def _open_last(self) -> None:
-        await self._list()
+        await self.listed()
         sessions = await self._disk(self.edge.store.find, limit=1)
         if sessions and self.session is None:
             await self._open(sessions[0])
 
-    async def _list(self, query: str = "") -> None:
-        sessions = await self._disk(self.edge.store.find, query) or []
-        options = self.query_one("#sessions", OptionList)
-        options.clear_options()
-        now = self.edge.services.clock()
-        ink = self.app.theme_variables
-        for session in sessions:
-            text = Text(session.title)
-            text.truncate(TITLE_CELLS, overflow="ellipsis")
-            below = Text(f"{_ago(now - session.updated)} · {session.model}", ink["faint"])
-            below.truncate(TITLE_CELLS, overflow="ellipsis")
-            text.append("\n").append_text(below)
-            options.add_option(Option(text, id=session.id))
-        self._mark_session()
-
-    def _mark_session(self) -> None:
-        options = self.query_one("#sessions", OptionList)
-        if self.session is None:
-            options.highlighted = None
-            return
-        with suppress(OptionDoesNotExist):  # the search may have left it out
-            options.highlighted = options.get_option_index(self.session.id)
+    async def listed(self) -> None:
+        sidebar = self.query_one(Conversations)
+        sessions = await self._disk(self.edge.store.find, sidebar.query_text) or []
+        sidebar.show(sessions, self.edge.services.clock())
+        sidebar.mark(self.session)
 
     async def _open(self, session: Session) -> None:
         self.session = session
@@ -210,7 +123,7 @@ class ChatScreen(EdgeScreen):
         composer = self.query_one(Composer)
         composer.text = session.draft
         composer.remember([m.content for m in self._thread if m.role == "user"])
-        self._mark_session()
+        self.query_one(Conversations).mark(self.session)
 
     async def _reload(self) -> None:
         """Show the branch that the store says is shown."""
@@ -228,37 +141,9 @@ class ChatScreen(EdgeScreen):
         self._show_hint()
         self._count()
 
-    async def _find_branches(self) -> None:
-        """Where this branch has siblings: message id -> (place, how many)."""
-        self._branches = {}
-        for message in self._thread:
-            family = await self._disk(self.edge.store.siblings, message) or []
-            if len(family) > 1:
-                ids = [other.id for other in family]
-                self._branches[message.id] = (ids.index(message.id) + 1, len(ids))
-
-    def _turn(self, message: Message) -> Turn:
-        note = message.note or ("stopped" if message.state == "stopped" else "")
-        return Turn(
-            message.id, message.role, text=message.content, reasoning=message.reasoning,
-            name=message.model, facts=self._facts(message), note=note,
-        )  # fmt: skip
-
-    def _facts(self, message: Message) -> str:
-        parts = []
-        if message.decode_tps:
-            parts.append(f"{message.decode_tps:.1f} tok/s")
-        if message.ttft_s is not None:
-            parts.append(f"first token {message.ttft_s:.2f} s")
-        if message.id in self._branches:
-            at, n = self._branches[message.id]
-            parts.append(f"‹{at}/{n}›")
-        return " · ".join(parts)
-
-    @on(OptionList.OptionSelected, "#sessions")
-    def _session_selected(self, event: OptionList.OptionSelected) -> None:
-        if event.option.id is not None:
-            self._switch(event.option.id)
+    @on(Conversations.Chosen)
+    def _session_chosen(self, event: Conversations.Chosen) -> None:
+        self._switch(event.session_id)
 
     @work(exclusive=True, group="open")
     async def _switch(self, session_id: str) -> None:
@@ -268,15 +153,16 @@ class ChatScreen(EdgeScreen):
             await self._open(session)
             self.query_one(Composer).focus()
 
-    @on(Input.Changed, "#find")
-    async def _find_changed(self, event: Input.Changed) -> None:
-        await self._list(event.value)
+    @on(Conversations.Asked)
+    async def _asked_for(self) -> None:
+        await self.listed()
 
     # -- writing and answering -------------------------------------------------------------------
 
     @on(Composer.Submitted)
     def _submitted(self, event: Composer.Submitted) -> None:
-        text = self._with_attachments(event.text)
+        attached = self.query_one(Attachments)
+        text = attached.before(event.text)
         if not text:
             return
         if self._live is not None:
@@ -285,8 +171,9 @@ class ChatScreen(EdgeScreen):
         if self.edge.endpoint is None and not self.edge.loading:
             self.notify("choose a model first: ctrl+l", severity="warning")
             return
+        self._written = (event.text, attached.items)
         self.query_one(Composer).text = ""
-        self._clear_attachments()
+        attached.show([])
         if self.edge.endpoint is None:
             self._queued = text
             self._show_hint()
@@ -299,19 +186,22 @@ class ChatScreen(EdgeScreen):
         endpoint = self.edge.endpoint
         if endpoint is None:
             return
+        if not await self._fits(endpoint, text):
+            self._take_back()
+            return
         store = self.edge.store
         if self.session is None:
             self.session = await self._disk(
                 store.create, model=endpoint.name, system=self.edge.preferred.system
             )
         if self.session is None:
-            self.query_one(Composer).text = text
+            self._take_back()
             return
         edited, self._editing = self._editing, None
         parent = edited.parent if edited else (self._thread[-1].id if self._thread else None)
         asked = await self._disk(store.add, self.session.id, "user", text, parent=parent)
         if asked is None:
-            self.query_one(Composer).text = text
+            self._take_back()
             return
         if edited is not None:
             await self._reload()
@@ -321,200 +211,12 @@ class ChatScreen(EdgeScreen):
             self.transcript.add(self._turn(asked))
         await self._answer_to(asked)
 
-    async def _answer_to(self, asked: Message) -> None:
-        """A new answer under a question; the questions before it are the context."""
-        endpoint, session = self.edge.endpoint, self.session
-        if endpoint is None or session is None:
-            return
-        store = self.edge.store
-        message = await self._disk(
-            store.add, session.id, "assistant", "", parent=asked.id, model=endpoint.name,
-            state="streaming",
-        )  # fmt: skip
-        if message is None:
-            return
-        messages = to_chat(session.system, self._thread)
-        self._thread.append(message)
-        turn = Turn(message.id, "assistant", name=endpoint.name, streaming=True)
-        self.transcript.add(turn)
-        self._live = Live(session, message, turn)
-        self.speed = READING
-        self._pacer = _pacer(endpoint)
-        self.query_one(Composer).cursor_blink = False  # each blink is a frame
-        self._frame = self.set_timer(self._pacer.interval_s, self._frame_due)
-        self._answering = self._answer(endpoint, self._live, messages)
-        await self._list(self.query_one("#find", Input).value)
-
-    @work(exclusive=True, group="answer")
-    async def _answer(self, endpoint: Endpoint, live: Live, messages: list[dict[str, Any]]) -> None:
-        state, note = "done", ""
-        try:
-            sampling = to_sampling({**self.edge.preferred.sampling, **live.session.sampling})
-            stream = endpoint.chat(messages, sampling, request_id=f"chat-{live.message.id}")
-            async with aclosing(stream):
-                async for delta in stream:
-                    _take(live, delta)
-        except asyncio.CancelledError:
-            await self._finish(live, "stopped", "stopped")
-            raise
-        except EdgeLLMError as error:
-            state, note = "error", error.message.splitlines()[0]
-            self.edge.report(error)
-            self._maybe_dead(error)
-        if live.last is not None and live.last.finish == "length":
-            note = "the answer reached its limit of tokens"
-        await self._finish(live, state, note)
-
-    def _maybe_dead(self, error: EdgeLLMError) -> None:
-        self.refresh_status()
-        if isinstance(error, EngineDeadError):
-            self._wait_for_engine()
-
-    @work(exclusive=True, group="dead")
-    async def _wait_for_engine(self) -> None:
-        """An engine mends itself a few times; when it does not, a person decides."""
-        endpoint = self.edge.endpoint
-        end = time.monotonic() + MEND_S
-        while endpoint is not None and not endpoint.is_alive and time.monotonic() < end:
-            await asyncio.sleep(0.1)
-        self.refresh_status()
-        if endpoint is not None and endpoint.is_alive:
-            self.notify("the engine is back; r asks again", title="Started again")
-            return
-        text = "The model's process is gone. What was said is saved. Load the model again?"
-        if await self.app.push_screen_wait(ConfirmScreen("The engine ended", text, "Restart")):
-            self.edge.restart_engine()
-
-    def _frame_due(self) -> None:
-        if self._live is None:
-            return
-        self._show_frame()
-        pause = self._pacer.note(time.monotonic(), time.process_time())
-        self._frame = self.set_timer(pause, self._frame_due)
-
-    def _show_frame(self) -> None:
-        """What arrived since the last frame, onto the screen: one layout for all of it."""
-        live = self._live
-        if live is None:
-            return
-        text = "".join(live.text[live.n_shown :])
-        reasoning = "".join(live.reasoning[live.n_reasoned :])
-        live.n_shown, live.n_reasoned = len(live.text), len(live.reasoning)
-        if not text and not reasoning:
-            return
-        if self.speed == READING:
-            self.speed = ""
-        turns = self.transcript.turns
-        if turns and turns[-1] is live.turn:
-            self.transcript.stream(text, reasoning)
-        else:
-            live.turn.text += text
-            live.turn.reasoning += reasoning
-
-    async def _save(self) -> None:
-        """Every SAVE_S: the pieces of the answer, or the draft."""
-        live = self._live
-        if live is None:
-            await self._save_draft()
-            return
-        at = (len(live.text), len(live.reasoning))
-        text = "".join(live.text[live.n_saved[0] :])
-        reasoning = "".join(live.reasoning[live.n_saved[1] :])
-        if not text and not reasoning:
-            return
-        before, live.n_saved = live.n_saved, at
-        await self._disk(self.edge.store.append, live.message.id, text, reasoning)
-        if self._disk_full:
-            live.n_saved = before
-
-    async def _save_draft(self) -> None:
-        session = self.session
-        draft = self.query_one(Composer).text
-        if session is None or draft == session.draft:
-            return
-        await self._disk(self.edge.store.update, session.id, draft=draft)
-        self.session = _replace(session, draft=draft)
-
-    async def _finish(self, live: Live, state: str, note: str) -> None:
-        if self.is_attached:
-            self._show_frame()
-        if self._frame is not None:
-            self._frame.stop()
-        usage, timings = _measured(live)
-        values: dict[str, Any] = {
-            "content": "".join(live.text), "reasoning": "".join(live.reasoning), "state": state,
-            "note": note or None, "n_tokens": usage.n_output or live.n_tokens,
-            "decode_tps": timings[0], "ttft_s": timings[1],
-        }  # fmt: skip
-        self._live = None
-        if self.is_attached:
-            self.query_one(Composer).cursor_blink = self.edge.preferred.animations
-        if not self.is_attached:
-            # The program is ending: keep the words, there is no screen to show them on.
-            self.edge.store.finish(live.message.id, **values)
-            return
-        await self._keep_until_saved(live.message.id, values)
-        if self.session is not None and self.session.id == live.session.id:
-            self._thread = await self._disk(self.edge.store.thread, self.session.id) or self._thread
-            await self._find_branches()
-        done = next((m for m in self._thread if m.id == live.message.id), None)
-        live.turn.streaming = False
-        if self.transcript.turns and self.transcript.turns[-1] is live.turn:
-            facts = self._facts(done) if done is not None else ""
-            self.transcript.finish(facts=facts, note=note)
-        self._show_speed(usage, timings)
-        self._count()
-
-    async def _keep_until_saved(self, message_id: str, values: dict[str, Any]) -> None:
-        """Write a finished answer; on a full disk keep trying in the background."""
-        await self._disk(self.edge.store.finish, message_id, **values)
-        if self._disk_full:
-            self.set_timer(RETRY_S, lambda: self._try_again(message_id, values))
-
-    async def _try_again(self, message_id: str, values: dict[str, Any]) -> None:
-        await self._keep_until_saved(message_id, values)
-        if not self._disk_full:
-            self.notify("there is room again: the answer is saved")
-
-    def _show_speed(self, usage: Usage, timings: tuple[float | None, float | None]) -> None:
-        decode, ttft = timings
-        parts = [f"{decode:.1f} tok/s"] if decode else []
-        if ttft is not None:
-            parts.append(f"first token {ttft:.2f} s")
-        if usage.n_cached:
-            parts.append(f"{usage.n_cached:,} cached")
-        self.speed = " · ".join(parts)
-
-    def watch_speed(self, speed: str) -> None:
-        self.query_one(Meter).right = speed
+    def _take_back(self) -> None:
+        """What could not be sent is where it was written and attached."""
+        self.query_one(Composer).text, attached = self._written
+        self.query_one(Attachments).show(attached)
 
     # -- the meter -------------------------------------------------------------------------------
-
-    @work(exclusive=True, group="count")
-    async def _count(self) -> None:
-        """How full the context is; each message is counted once."""
-        endpoint, session = self.edge.endpoint, self.session
-        meter = self.query_one(Meter)
-        if endpoint is None or session is None:
-            meter.fraction, meter.text = 0.0, ""
-            return
-        try:
-            counts = await self._token_counts(endpoint, session)
-        except EdgeLLMError:
-            return  # the meter keeps what it showed; asking again tells the person more
-        reserve = session.sampling.get("max_tokens") or 256
-        fitting = fit(counts, endpoint.n_ctx, int(reserve))
-        meter.fraction, meter.text = fitting.fraction, fitting.text
-
-    async def _token_counts(self, endpoint: Endpoint, session: Session) -> list[int]:
-        system = to_chat(session.system, [])
-        counts = [await endpoint.count(system) if system else 0]
-        for message in self._thread:
-            key = f"{endpoint.name}:{message.id}:{len(message.content)}"
-            if key not in self._counts:
-                self._counts[key] = await endpoint.count(to_chat("", [message]))
-            counts.append(self._counts[key])
-        return counts
 
     # -- what Esc, letters and commands do -------------------------------------------------------
 
@@ -563,11 +265,6 @@ class ChatScreen(EdgeScreen):
             if chosen and (role is None or message.role == role):
                 return message
         return None
-
-    def _is_busy(self) -> bool:
-        if self._live is not None:
-            self.notify("wait for the answer, or press Esc to stop it")
-        return self._live is not None
 
     @work(exclusive=True, group="send")
     async def action_regenerate(self) -> None:
@@ -643,7 +340,9 @@ class ChatScreen(EdgeScreen):
         await self._disk(
             self.edge.store.update, session.id, system=chosen.system, sampling=chosen.sampling
         )
-        self.session = _replace(session, system=chosen.system, sampling=chosen.sampling)
+        self.session = msgspec.structs.replace(
+            session, system=chosen.system, sampling=chosen.sampling
+        )
         self._count()
 
     @work
@@ -668,33 +367,15 @@ class ChatScreen(EdgeScreen):
             return
         path = Path(name).expanduser()
         try:
-            text = await asyncio.to_thread(_read_text, path)
+            text = await asyncio.to_thread(read_text, path)
         except (OSError, ValueError) as error:
             self.notify(f"{path}: {error}", title="Not attached", severity="warning", markup=False)
             return
-        self._add_attachment(path.name, text)
+        self.query_one(Attachments).add(path.name, text)
 
     @on(Composer.LongPaste)
     def _long_paste(self, event: Composer.LongPaste) -> None:
-        self._add_attachment("pasted text", event.text)
-
-    def _add_attachment(self, name: str, text: str) -> None:
-        self._attachments.append((name, text))
-        self._show_attachments()
-
-    def _clear_attachments(self) -> None:
-        self._attachments.clear()
-        self._show_attachments()
-
-    def _show_attachments(self) -> None:
-        line = self.query_one("#attached", Static)
-        line.display = bool(self._attachments)
-        words = [f"⊞ {name} ({len(text):,} characters)" for name, text in self._attachments]
-        line.update(Text("   ".join(words)))
-
-    def _with_attachments(self, text: str) -> str:
-        parts = [f"{name}:\n```\n{content.rstrip()}\n```" for name, content in self._attachments]
-        return "\n\n".join([*parts, text] if text else parts)
+        self.query_one(Attachments).add("pasted text", event.text)
 
     @work
     async def action_rename(self) -> None:
@@ -703,8 +384,8 @@ class ChatScreen(EdgeScreen):
         title = await self.app.push_screen_wait(AskScreen("Rename", "title", self.session.title))
         if title:
             await self._disk(self.edge.store.rename, self.session.id, title)
-            self.session = _replace(self.session, title=title)
-            await self._list()
+            self.session = msgspec.structs.replace(self.session, title=title)
+            await self.listed()
 
     @work
     async def action_delete(self) -> None:
@@ -715,7 +396,7 @@ class ChatScreen(EdgeScreen):
         if await self.app.push_screen_wait(ConfirmScreen("Delete?", text, "Delete")):
             await self._disk(self.edge.store.delete, session.id)
             self.session = None
-            await self._list()
+            await self.listed()
             self.action_new()
 
     @work
@@ -729,18 +410,20 @@ class ChatScreen(EdgeScreen):
         if not name:
             return
         path = Path(name).expanduser()
-        store, session_id = self.edge.store, self.session.id
-        if path.suffix == ".json":
-            data = await self._disk(store.to_json, session_id)
-            text = json.dumps(data, ensure_ascii=False, indent=2)
-        else:
-            text = await self._disk(store.to_markdown, session_id) or ""
+        if path.exists() and not await self._may_overwrite(path):
+            return
         try:
-            await asyncio.to_thread(path.write_text, text, "utf-8")
-        except OSError as error:
-            self.notify(str(error), title="Not exported", severity="error", markup=False)
+            await self.edge.disk(self.edge.store.export, self.session.id, path)
+        except EdgeLLMError as error:
+            self.edge.report(error)
         else:
             self.notify(str(path.resolve()), title="Exported", markup=False)
+
+    async def _may_overwrite(self, path: Path) -> bool:
+        text = f"{path} is there already."
+        question = ConfirmScreen("Write over it?", text, "Overwrite")
+        overwrite: bool = await self.app.push_screen_wait(question)
+        return overwrite
 
     def action_restart(self) -> None:
         self.edge.restart_engine()
@@ -793,54 +476,6 @@ class ChatScreen(EdgeScreen):
             ("Copy code", "Copy a code block", self.action_copy_code),
             ("Restart the engine", "Load the model again", self.action_restart),
         ]
-
-
-def _take(live: Live, delta: Delta) -> None:
-    if delta.text:
-        live.text.append(delta.text)
-    if delta.reasoning:
-        live.reasoning.append(delta.reasoning)
-    live.n_tokens += delta.n_tokens
-    if delta.finish is not None:
-        live.last = delta
-
-
-def _measured(live: Live) -> tuple[Usage, tuple[float | None, float | None]]:
-    """Token counts, decode speed and time to first token, as the engine said them."""
-    if live.last is None:
-        return Usage(n_output=live.n_tokens), (None, None)
-    timings = live.last.timings
-    speed = (None, None) if timings is None else (timings.decode_tps, timings.ttft_s)
-    return live.last.usage or Usage(n_output=live.n_tokens), speed
-
-
-def _pacer(endpoint: Endpoint) -> Pacer:
-    """Frames as often as eyes want them, unless they would be taken from the model's own cores."""
-    plan = endpoint.plan if endpoint.where == HERE else None
-    if plan is None:
-        return Pacer(share_for(None, 0, 0))
-    return Pacer(share_for(plan.verdict, plan.params.n_threads, os.cpu_count() or 1))
-
-
-def _replace(session: Session, **changes: Any) -> Session:
-    return msgspec.structs.replace(session, **changes)
-
-
-def _read_text(path: Path) -> str:
-    """A UTF-8 file that fits into a message; ValueError says what is wrong with it."""
-    if path.stat().st_size > MAX_ATTACHMENT:
-        raise ValueError("larger than 4 MiB")
-    data = path.read_bytes()
-    if b"\0" in data[:8192]:
-        raise ValueError("not a text file")
-    return data.decode("utf-8", errors="replace")
-
-
-def _ago(seconds: float) -> str:
-    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{int(seconds // size)} {name} ago"
-    return "now"
 
 
 def make() -> ChatScreen:

@@ -22,7 +22,14 @@ from edgellm.tui.ports import ModelRow
 from edgellm.tui.screens.base import Command, EdgeScreen
 from edgellm.units import format_bytes
 
-COLUMNS = (("", 1), ("Model", 29), ("Quant", 8), ("Size", 8), ("Here", 9), ("tok/s", 5))
+COLUMNS = (
+    ("", 1), ("Model", 22), ("Quant", 7), ("Size", 8), ("Here", 8), ("tok/s", 5), ("Context", 7),
+)  # fmt: skip
+RIGHT = ("Size", "tok/s", "Context")
+MORE = (("From", 14), ("Licence", 12))
+"""Columns for which only a wide terminal has room."""
+DETAILS_CELLS = 46
+WIDE = 110
 SOURCES = {"here": "●", "catalog": "○", "hub": "◌"}
 
 
@@ -70,15 +77,12 @@ class ModelsScreen(EdgeScreen):
         width: 1fr; height: 8; border-left: none; border-top: solid $border; padding: 0 2;
     }
     """
-    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - Textual declares it so
-        (0, "-narrow"),
-        (110, "-wide"),
-    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "chat", "Chat", id="models.chat"),
         Binding("d", "download", "Download", id="models.download"),
-        Binding("p", "pause", "Pause/resume", id="models.pause", show=False),
-        Binding("x", "cancel", "Cancel", id="models.cancel", show=False),
+        Binding("p", "pause", "Pause/resume", id="models.pause"),
+        Binding("x", "cancel", "Cancel", id="models.cancel"),
         Binding("slash", "filter", "Filter", id="models.filter", key_display="/"),
         Binding("s", "search", "Search the hub", id="models.search"),
         Binding("u", "refresh", "Look again", id="models.refresh", show=False),
@@ -91,6 +95,7 @@ class ModelsScreen(EdgeScreen):
         super().__init__()
         self._rows: dict[str, list[ModelRow]] = {"here": [], "catalog": [], "hub": []}
         self._verdicts: dict[str, Plan | EdgeLLMError] = {}
+        self._shown: list[tuple[str, int]] = []
 
     def body(self) -> ComposeResult:
         with Horizontal(id="bar"):
@@ -108,11 +113,8 @@ class ModelsScreen(EdgeScreen):
         yield DownloadList(self.edge.downloads)
 
     def ready(self) -> None:
-        table: DataTable[Text] = self.query_one("#table", DataTable)
-        for label, width in COLUMNS:
-            text = Text(label, justify="right" if label in ("Size", "tok/s") else "left")
-            table.add_column(text, width=width, key=label or "source")
-        table.focus()
+        self._arrange()
+        self.query_one("#table").focus()
         self.action_refresh()
         self.watch(self.app, "wanted", self._wanted)
 
@@ -121,6 +123,26 @@ class ModelsScreen(EdgeScreen):
         if query:
             self.query_one("#filter", Input).value = self.query_text = query
             self.action_search()
+
+    def on_resize(self) -> None:
+        self._arrange()
+
+    def recolored(self) -> None:
+        self._fill()
+        self.watch_current(self.current)
+
+    def _arrange(self) -> None:
+        """As many columns as there is room for, the model's as wide as that leaves it."""
+        columns = columns_for(self.size.width)
+        if not self.size.width or columns == self._shown:
+            return
+        self._shown = columns
+        table: DataTable[Text] = self.query_one("#table", DataTable)
+        table.clear(columns=True)
+        for label, width in columns:
+            text = Text(label, justify="right" if label in RIGHT else "left")
+            table.add_column(text, width=width, key=label or "source")
+        self._fill()
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -165,9 +187,8 @@ class ModelsScreen(EdgeScreen):
         table: DataTable[Text] = self.query_one("#table", DataTable)
         row = next((row for row in self._visible() if row.ref == event.ref), None)
         if row is not None and event.ref in {key.value for key in table.rows}:
-            verdict, speed = self._verdict(row)
-            table.update_cell(event.ref, "Here", verdict)
-            table.update_cell(event.ref, "tok/s", speed)
+            for name, cell in self._verdict(row).items():
+                table.update_cell(event.ref, name, cell)
         if self.current is not None and self.current.ref == event.ref:
             self.watch_current(self.current)
 
@@ -206,30 +227,35 @@ class ModelsScreen(EdgeScreen):
 
     def _cells(self, row: ModelRow) -> list[Text]:
         ink = self.app.theme_variables
-        verdict, speed = self._verdict(row)
-        color = ink["primary" if row.is_here else "faint"]
-        return [
-            Text(SOURCES[row.source], style=color),
-            Text(
-                row.name, overflow="ellipsis", style=ink["foreground" if row.is_here else "muted"]
-            ),
-            Text(row.quant, style=ink["muted"]),
-            Text(format_bytes(row.n_bytes, digits=1) if row.n_bytes else "", justify="right"),
-            verdict,
-            speed,
-        ]
+        name = ink["foreground" if row.is_here else "muted"]
+        size = format_bytes(row.n_bytes, digits=1) if row.n_bytes else ""
+        cells = {
+            "": Text(SOURCES[row.source], style=ink["primary" if row.is_here else "faint"]),
+            "Model": Text(row.name, overflow="ellipsis", style=name),
+            "Quant": Text(row.quant, overflow="ellipsis", style=ink["muted"]),
+            "Size": Text(size, justify="right"),
+            "From": Text(row.owner, overflow="ellipsis", style=ink["muted"]),
+            "Licence": Text(row.licence, overflow="ellipsis", style=ink["muted"]),
+            **self._verdict(row),
+        }
+        return [cells[label] for label, _ in self._shown]
 
-    def _verdict(self, row: ModelRow) -> tuple[Text, Text]:
+    def _verdict(self, row: ModelRow) -> dict[str, Text]:
+        """What the planner says, by column; from the size alone where it was not asked."""
         ink = self.app.theme_variables
         outcome = self._verdicts.get(row.ref)
+        nothing = {"tok/s": Text(""), "Context": Text("")}
         if outcome is None:
-            return rough_text(row.verdict, ink), Text("")
+            return {"Here": rough_text(row.verdict, ink), **nothing}
         if isinstance(outcome, EdgeLLMError):
-            word = "✗ too big" if isinstance(outcome, DoesNotFitError) else "✗ unread"
-            return Text(word, style=ink["error"]), Text("")
-        return verdict_text(outcome, ink), Text(
-            f"{outcome.speed.decode_tps:.0f}", justify="right", style=ink["foreground"]
-        )
+            word = "✗ big" if isinstance(outcome, DoesNotFitError) else "✗ unread"
+            return {"Here": Text(word, style=ink["error"]), **nothing}
+        speed, n_ctx = f"{outcome.speed.decode_tps:.0f}", f"{outcome.params.n_ctx_seq:,}"
+        return {
+            "Here": verdict_text(outcome, ink),
+            "tok/s": Text(speed, justify="right", style=ink["foreground"]),
+            "Context": Text(n_ctx, justify="right", style=ink["muted"]),
+        }
 
     @on(DataTable.RowHighlighted)
     def _highlighted(self, event: DataTable.RowHighlighted) -> None:
@@ -244,6 +270,7 @@ class ModelsScreen(EdgeScreen):
 
     def watch_current(self, row: ModelRow | None) -> None:
         facts = self.query_one("#facts", Static)
+        self.refresh_bindings()
         if row is None:
             facts.update("")
             return
@@ -365,9 +392,17 @@ class ModelsScreen(EdgeScreen):
         if self.current is not None:
             self.edge.downloads.cancel(self.current.ref)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys of a download are there as long as there is one under the cursor."""
+        if action not in ("pause", "cancel"):
+            return super().check_action(action, parameters)
+        download = self.current and self.edge.downloads.items.get(self.current.ref)
+        return download is not None and download.state in ("running", "paused")
+
     def show_download(self, event: DownloadsChanged) -> None:
         """The application passes on what its downloads say."""
         self.query_one(DownloadList).refresh(layout=True)
+        self.refresh_bindings()
         if event.finished:
             self.action_refresh()
 
@@ -376,6 +411,16 @@ class ModelsScreen(EdgeScreen):
             ("Search the hub", "Look for models on the hub", self.action_search),
             ("Look again", "List the models on this machine again", self.action_refresh),
         ]
+
+
+def columns_for(width: int) -> list[tuple[str, int]]:
+    """The columns on a screen so wide, with the model's stretched over what is left."""
+    room = width - (DETAILS_CELLS if width >= WIDE else 0) - 4
+    for columns in ([*COLUMNS, *MORE], list(COLUMNS)):
+        spare = room - sum(cells + 2 for _, cells in columns)
+        if spare >= 4 or len(columns) == len(COLUMNS):
+            break
+    return [(name, cells + max(spare, 0) * (name == "Model")) for name, cells in columns]
 
 
 def verdict_text(plan: Plan, ink: dict[str, str]) -> Text:

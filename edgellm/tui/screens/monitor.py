@@ -17,10 +17,10 @@ from textual.widgets import DataTable, Static
 
 from edgellm.errors import EdgeLLMError
 from edgellm.metrics import EngineStats, RunningRequest, percentile
-from edgellm.tui.ledger import mib
 from edgellm.tui.ports import Endpoint, Gauge
 from edgellm.tui.screens.base import Command, EdgeScreen
 from edgellm.tui.widgets import HISTORY, Metric
+from edgellm.units import format_bytes
 
 TICK_S: Final = 1.0
 METRICS: Final = (
@@ -46,6 +46,8 @@ PLOTS: Final = {
         ("tpot", 1000.0, "dot", "accent"),
     ),
 }
+IDLE: Final = "nothing runs now"
+NO_MODEL: Final = "no model answers yet: [b]1[/b] chooses one, [b]a[/b] attaches to a server"
 TITLES: Final = {"throughput": "decode tok/s", "latency": "⠶ TTFT  • TPOT, ms"}
 
 
@@ -67,7 +69,8 @@ class MonitorScreen(EdgeScreen):
     MonitorScreen.-narrow #plots { display: none; }
     MonitorScreen.-short #plots { display: none; }
     MonitorScreen #below { height: 1fr; min-height: 5; padding: 0 1; margin-top: 1; }
-    MonitorScreen #requests { height: 1fr; }
+    MonitorScreen #requests { height: auto; max-height: 100%; }
+    MonitorScreen #none { color: $muted; padding: 0 1; height: 1fr; }
     MonitorScreen .head { color: $primary; text-style: bold; height: 1; }
     MonitorScreen #log-box { width: 46; border-left: vkey $border; padding: 0 2; }
     MonitorScreen.-narrow #log-box { display: none; }
@@ -100,6 +103,7 @@ class MonitorScreen(EdgeScreen):
             with Vertical():
                 yield Static("Requests", classes="head")
                 yield DataTable(id="requests", cursor_type="row")
+                yield Static(id="none")
             with Vertical(id="log-box"):
                 yield Static("Log", classes="head")
                 yield Static(id="log")
@@ -114,6 +118,11 @@ class MonitorScreen(EdgeScreen):
         self._tick()
         if self.size.width >= 120 and self.size.height >= 36:
             self._make_plots()
+
+    def recolored(self) -> None:
+        if self.stats is not None:
+            self._show_requests(self.stats.requests)
+        self._draw()
 
     def on_resize(self) -> None:
         if not self._plots and self.size.width >= 120 and self.size.height >= 36:
@@ -172,7 +181,8 @@ class MonitorScreen(EdgeScreen):
         endpoint = self.edge.endpoint
         if endpoint is None or endpoint.plan is None or not endpoint.plan.devices:
             return "VRAM in use"
-        return f"VRAM · plan {mib(sum(device.used for device in endpoint.plan.devices))}"
+        planned = sum(device.used for device in endpoint.plan.devices)
+        return f"VRAM plan {format_bytes(planned, digits=1)}"
 
     def watch_stats(self, stats: EngineStats | None) -> None:
         if stats is None:
@@ -191,7 +201,7 @@ class MonitorScreen(EdgeScreen):
         self._push("cells", share, f"{stats.cells_used:,} / {stats.n_cells:,}")
         asked = stats.prompt_tokens or 1
         hits = stats.cached_tokens / asked
-        self._push("prefix", hits, f"{hits:.0%} of tokens")
+        self._push("prefix", hits, f"{hits * 100:.0f} % of tokens")
         self._show_requests(stats.requests)
         self._draw()
 
@@ -237,6 +247,9 @@ class MonitorScreen(EdgeScreen):
             table.add_row(*_cells(request, self.app.theme_variables), key=request.id)
         if requests:
             table.move_cursor(row=min(row, len(requests) - 1))
+        none = self.query_one("#none", Static)
+        none.display = not requests
+        none.update(IDLE if self.edge.endpoint is not None else NO_MODEL)
 
     def _draw(self) -> None:
         """Both plots again, from the cards' readings. Each line has a mark of its own."""

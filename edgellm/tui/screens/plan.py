@@ -81,12 +81,12 @@ class PlanScreen(EdgeScreen):
         Binding("enter", "load", "Load", id="plan.load"),
         Binding("up,k", "app.focus_previous", show=False),
         Binding("down,j", "app.focus_next", show=False),
-        Binding("x", "alternative(0)", "Alternative", id="plan.first", key_display="x y z"),
+        Binding("x", "alternative(0)", "Take", id="plan.first", key_display="x y z"),
         Binding("y", "alternative(1)", "Second alternative", show=False, id="plan.second"),
         Binding("z", "alternative(2)", "Third alternative", show=False, id="plan.third"),
         Binding("0", "reset", "All automatic", id="plan.reset", show=False),
         Binding("w", "why", "Why", id="plan.why"),
-        Binding("ctrl+s", "save", "Save profile", id="plan.save"),
+        Binding("ctrl+s", "save", "Save", id="plan.save"),
     ]
     plan: reactive[Plan | None] = reactive(None)
     asked: reactive[PlanRequest] = reactive(PlanRequest())
@@ -112,6 +112,9 @@ class PlanScreen(EdgeScreen):
     def ready(self) -> None:
         self.watch(self.app, "chosen", self._chosen)
         self.watch(self.app, "endpoint", self._loaded)
+
+    def recolored(self) -> None:
+        self.run_worker(self.watch_plan(self.plan), group="colours", exclusive=True)
 
     def _chosen(self, row: ModelRow | None) -> None:
         self.query_one("#empty").display = row is None
@@ -209,7 +212,7 @@ class PlanScreen(EdgeScreen):
             f"  {model.quant} · {mib(model.file_bytes)} · {model.n_layer} layers", ink["muted"]
         )
         text.append("\n")
-        text.append_text(_verdict(plan, ink))
+        text.append_text(_verdict(plan, self.failure, ink))
         text.append("  ·  ", ink["faint"])
         text.append(f"{speed.decode_tps:.1f} tok/s", f"bold {ink['primary']}")
         text.append(" decode  ·  ", ink["muted"])
@@ -390,8 +393,11 @@ def _shown(plan: Plan) -> dict[str, str]:
     }
 
 
-def _verdict(plan: Plan, ink: dict[str, str]) -> Text:
+def _verdict(plan: Plan, failure: EdgeLLMError | None, ink: dict[str, str]) -> Text:
     n, n_all = plan.params.n_gpu_layers, plan.model.n_layer + 1
+    if failure is not None:
+        asked = f" with {n} of {n_all} layers on the GPU" if plan.devices else ""
+        return Text(f"✗ does not fit{asked}", f"bold {ink['error']}")
     words = {
         "gpu": ("● whole on the GPU", "success"),
         "partial": (f"◐ {n} of {n_all} layers on the GPU", "warning"),

@@ -36,9 +36,13 @@ class ServerScreen(EdgeScreen):
     ServerScreen #log { color: $muted; height: 1fr; }
     ServerScreen .head { color: $primary; text-style: bold; height: 1; }
     ServerScreen.-narrow #form { padding: 0 2; }
+    ServerScreen.-short #form { padding: 1 2 0 2; }
+    ServerScreen.-short .row { margin-bottom: 0; }
+    ServerScreen.-short #buttons { margin-top: 1; }
     ServerScreen.-narrow #try, ServerScreen.-narrow #log-box { padding: 0 2; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s", "serve", "Start / stop", id="server.toggle"),
         Binding("y", "copy", "Copy the curl line", id="server.copy"),
@@ -83,6 +87,9 @@ class ServerScreen(EdgeScreen):
             model.value = chosen.ref if chosen is not None else self.edge.store.setting("served")
         self.query_one("#start").focus()
 
+    def recolored(self) -> None:
+        self._show()
+
     def _value(self, name: str) -> str:
         field = self.query_one(f"#{name}", Input)
         return field.value.strip()
@@ -100,7 +107,8 @@ class ServerScreen(EdgeScreen):
         return (
             f"curl {self.url}/v1/chat/completions{key} \\\n"
             '  -H "Content-Type: application/json" \\\n'
-            f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\''
+            f'  -d \'{{"model": "{model}",\n'
+            '       "messages": [{"role": "user", "content": "Hello"}]}\''
         )
 
     # -- showing ---------------------------------------------------------------------------------
@@ -179,7 +187,7 @@ class ServerScreen(EdgeScreen):
                 ref, self._value("host") or "127.0.0.1", int(port), self._value("key") or None
             )
             self.edge.server = self.handle
-            self.edge.store.save_setting("served", ref)
+            self.edge.remember("served", ref)
         except EdgeLLMError as error:
             self.edge.report(error)
         finally:

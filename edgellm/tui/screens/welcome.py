@@ -74,6 +74,7 @@ class WelcomeScreen(EdgeScreen):
         Binding("escape", "app.go('models')", "All models", id="welcome.models"),
     ]
     suggestions: reactive[list[Suggestion]] = reactive(list, always_update=True)
+    _devices: Devices | None = None
 
     def body(self) -> ComposeResult:
         with Center(id="middle"), Vertical(id="box"):
@@ -89,6 +90,10 @@ class WelcomeScreen(EdgeScreen):
     def ready(self) -> None:
         self.query_one(OptionList).focus()
         self._suggest()
+
+    def recolored(self) -> None:
+        self.query_one("#hello", Static).update(_hello(self.app.theme_variables, self._devices))
+        self.watch_suggestions(self.suggestions)
 
     @work(thread=True, exclusive=True)
     def _suggest(self) -> None:
@@ -113,6 +118,7 @@ class WelcomeScreen(EdgeScreen):
 
     @on(Suggested)
     def _suggested(self, event: Suggested) -> None:
+        self._devices = event.devices
         self.query_one("#hello", Static).update(_hello(self.app.theme_variables, event.devices))
         self.suggestions = event.suggestions
 
