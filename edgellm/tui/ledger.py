@@ -151,7 +151,8 @@ class LedgerBar(Widget):
         sign = "✗" if over else "✓"
         right = f"{mib(bar.used)} of {mib(bar.total)} · {sign} {tail}"
         left = f"{bar.id}  "
-        name = bar.name[: max(width - len(left) - len(right) - 2, 0)]
+        room = max(width - len(left) - len(right) - 2, 0)
+        name = bar.name if len(bar.name) <= room else f"{bar.name[: max(room - 1, 0)].rstrip()}…"
         gap = " " * max(width - len(left) - len(name) - len(right), 1)
         color = self._color("error" if over else "success")
         head, _, end = right.partition(" · ")
@@ -206,7 +207,7 @@ class LedgerBar(Widget):
         _, label, letter, fill, color = FIELDS[share.field]
         mark = fill if self.app.no_color else "■"
         return [
-            Segment(mark, Style(color=self._color(color))),
+            Segment(mark, Style() if self.app.no_color else Style(color=self._color(color))),
             Segment(f" {letter} ", Style(bold=True)),
             Segment(f"{label} ", Style(color=self._color("muted"))),
             Segment(f"{mib(share.n_bytes)}   ", Style()),

@@ -11,6 +11,7 @@ sqlite3's errors leave as DiskFullError or StoreError.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,6 +36,7 @@ OPEN_S: Final = 0.25
 """How long opening waits for another program: nothing is on the screen before it."""
 BUSY_S: Final = 5.0
 """How long a write waits for another edgellm's; a thread of its own waits."""
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FENCED: Final = re.compile(r"^```.*?^```$", re.M | re.S)
 
 _SCHEMA: Final = """
@@ -405,7 +407,7 @@ def _translated(path: str) -> Iterator[None]:
 
 def _translate(error: Exception, path: str) -> StoreError:
     full = "full" in str(error) if isinstance(error, sqlite3.OperationalError) else False
-    if full or (isinstance(error, OSError) and error.errno == 28):
+    if full or (isinstance(error, OSError) and error.errno in _NO_ROOM):
         return DiskFullError(
             f"the disk is full: {path} cannot grow",
             required=1,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input, OptionList
 
-from edgellm.errors import DiskFullError
+from edgellm.errors import DiskFullError, StoreError
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.attachments import Attachments
 from edgellm.tui.composer import PASTE_LIMIT, Composer
@@ -178,6 +178,7 @@ async def test_a_pasted_megabyte_becomes_an_attachment_and_is_sent_whole(
     text = "x" * 1_000_000
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
+        app.endpoint.n_ctx = 1_000_000  # else it is refused, with the numbers
         composer = screen.query_one(Composer)
         app.post_message(events.Paste(text))
         await settle(pilot, lambda: screen.query_one(Attachments).items)
@@ -257,16 +258,19 @@ async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
 async def test_a_full_disk_is_said_once_and_saved_when_there_is_room(
     app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish, append = SessionStore.finish, SessionStore.append
+    really_finish = SessionStore.finish
     full = True
 
-    def fail(self: SessionStore, *args: Any, **kwargs: Any) -> None:
+    def append(self: SessionStore, *_: Any) -> None:
+        raise DiskFullError("the disk is full", required=1, available=0)
+
+    def finish(self: SessionStore, *args: Any, **kwargs: Any) -> None:
         if full:
             raise DiskFullError("the disk is full", required=1, available=0)
-        (append if kwargs.get("content") is None else finish)(self, *args, **kwargs)
+        really_finish(self, *args, **kwargs)
 
-    monkeypatch.setattr(SessionStore, "append", fail)
-    monkeypatch.setattr(SessionStore, "finish", fail)
+    monkeypatch.setattr(SessionStore, "append", append)
+    monkeypatch.setattr(SessionStore, "finish", finish)
     monkeypatch.setattr("edgellm.tui.screens.answering.RETRY_S", 0.05)
     async with app.run_test(size=SIZE) as pilot:
         await open_chat(pilot, app)
@@ -471,3 +475,31 @@ async def test_what_a_defect_interrupts_is_on_disk(app: EdgeApp, services: DemoS
         pieces = app.store._all("SELECT content FROM piece ORDER BY rowid")
         assert "".join(row["content"] for row in pieces) == came
         assert session.draft == "a draft"
+
+
+async def test_a_disk_that_refuses_is_said_once_however_often_it_is_tried(
+    app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file-size limit is an I/O error to SQLite, not a full disk: it came each 0.4 s again."""
+    monkeypatch.setattr("edgellm.tui.screens.answering.RETRY_S", 0.05)
+    services.token_s = 0.005
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        real = app.store.append, app.store.finish
+
+        def append(*_: Any, **__: Any) -> None:
+            raise StoreError("chat.db: disk I/O error")
+
+        def finish(*_: Any, **__: Any) -> None:
+            raise StoreError("chat.db: disk I/O error")
+
+        app.store.append, app.store.finish = append, finish  # type: ignore[method-assign]
+        screen.query_one(Composer).insert("hello")
+        await pilot.press("enter")
+        await settle(pilot, lambda: is_quiet(app, 2))
+        for _ in range(3):
+            await screen._save()
+        assert [n.message for n in app._notifications if "I/O" in n.message] != []
+        assert len([n for n in app._notifications if "I/O" in n.message]) == 1
+        app.store.append, app.store.finish = real  # type: ignore[method-assign]
+        await settle(pilot, lambda: app.store.thread(app.store.find()[0].id)[1].content == ANSWER)

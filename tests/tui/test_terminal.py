@@ -152,3 +152,27 @@ def test_kill_9_of_the_engine_and_a_resize_lose_nothing(tmux: Tmux) -> None:
     assert thread[0].content == "Write a very long story about the sea."
     assert thread[1].content
     assert thread[1].state in ("error", "stopped", "done")
+
+
+DEFECT = """\
+import sys
+from edgellm.tui.app import EdgeApp
+def boom(self): raise RuntimeError("a defect for this test")
+EdgeApp.action_theme = boom
+from edgellm.cli import main
+sys.exit(main(["tui"]))
+"""
+
+
+def test_a_defect_ends_in_a_line_and_a_log_without_a_traceback(tmux: Tmux, tmp_path: Path) -> None:
+    script = tmp_path / "defect.py"
+    script.write_text(DEFECT)
+    tmux.start(f"{sys.executable} {script}", max_tokens=16)
+    tmux.wait("ready at once, no network")
+    tmux.keys("F10")
+    screen = tmux.wait("status=1")
+    assert "Traceback" not in screen
+    assert "unexpected RuntimeError: a defect for this test" in screen
+    log = tmux.home / "state" / "interface-errors.log"
+    assert "interface-errors.log" in "".join(screen.split())
+    assert "a defect for this test" in log.read_text()

@@ -19,7 +19,6 @@ from textual.worker import Worker
 
 from edgellm.errors import (
     ContextOverflowError,
-    DiskFullError,
     EdgeLLMError,
     EngineDeadError,
 )
@@ -38,7 +37,7 @@ from edgellm.tui.widgets import Meter
 T = TypeVar("T")
 
 RETRY_S: Final = 2.0
-"""How long after a full disk an answer is written again."""
+"""How long after the disk refused an answer it is written again."""
 MEND_S: Final = 15.0
 """How long an engine that died may take to start itself again."""
 SAVE_S: Final = 0.4
@@ -63,7 +62,8 @@ class AnsweringScreen(EdgeScreen):
         self._pacer = Pacer(PLENTY)
         self._drawing_s = 0.0
         self._answering: Worker[None] | None = None
-        self._disk_full = False
+        self._refused: dict[str, str] = {}
+        """Calls of the store that the disk refused the last time, and why."""
         self._counts: dict[str, int] = {}
 
     @property
@@ -74,15 +74,15 @@ class AnsweringScreen(EdgeScreen):
         """The conversation changed its place among the others."""
 
     async def _disk(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """A call of the store; a full disk is said once and never ends anything."""
+        """A call of the store; what the disk refuses is said once and never ends anything."""
         try:
             result = await self.edge.disk(call, *args, **kwargs)
         except EdgeLLMError as error:
-            if not (isinstance(error, DiskFullError) and self._disk_full):
+            if error.message not in self._refused.values():
                 self.edge.report(error)
-            self._disk_full = isinstance(error, DiskFullError)
+            self._refused[call.__name__] = error.message
             return None
-        self._disk_full = False
+        self._refused.pop(call.__name__, None)
         return result
 
     async def _find_branches(self) -> None:
@@ -249,7 +249,7 @@ class AnsweringScreen(EdgeScreen):
             return
         before, live.n_saved = live.n_saved, at
         await self._disk(self.edge.store.append, live.message.id, text, reasoning)
-        if self._disk_full:
+        if "append" in self._refused:
             live.n_saved = before
 
     async def _save_draft(self) -> None:
@@ -302,14 +302,14 @@ class AnsweringScreen(EdgeScreen):
         self._count()
 
     async def _keep_until_saved(self, message_id: str, values: dict[str, Any]) -> None:
-        """Write a finished answer; on a full disk keep trying in the background."""
+        """Write a finished answer; where the disk refuses, keep trying in the background."""
         await self._disk(self.edge.store.finish, message_id, **values)
-        if self._disk_full:
+        if "finish" in self._refused:
             self.set_timer(RETRY_S, lambda: self._try_again(message_id, values))
 
     async def _try_again(self, message_id: str, values: dict[str, Any]) -> None:
         await self._keep_until_saved(message_id, values)
-        if not self._disk_full:
+        if "finish" not in self._refused:
             self.notify("there is room again: the answer is saved")
 
     def _show_speed(self, usage: Usage, timings: tuple[float | None, float | None]) -> None:

@@ -396,7 +396,8 @@ class ModelsScreen(EdgeScreen):
         """Keys of a download are there as long as there is one under the cursor."""
         if action not in ("pause", "cancel"):
             return super().check_action(action, parameters)
-        download = self.current and self.edge.downloads.items.get(self.current.ref)
+        ref = "" if self.current is None else self.current.ref
+        download = self.edge.downloads.items.get(ref)
         return download is not None and download.state in ("running", "paused")
 
     def show_download(self, event: DownloadsChanged) -> None:

@@ -63,7 +63,7 @@ class PlanScreen(EdgeScreen):
     PlanScreen #bars { height: auto; max-height: 60%; padding: 0 2; }
     PlanScreen #bars LedgerBar { margin-bottom: 1; }
     PlanScreen #lower { height: 1fr; }
-    PlanScreen #steps { width: 58; height: 1fr; padding: 0 0 0 2; }
+    PlanScreen #steps { width: 50; height: 1fr; padding: 0 0 0 2; }
     PlanScreen #side { width: 1fr; height: 1fr; padding: 0 2; border-left: vkey $border; }
     PlanScreen #change { height: auto; margin-top: 1; }
     PlanScreen #empty { padding: 3 4; color: $muted; }
