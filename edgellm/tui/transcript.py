@@ -158,6 +158,7 @@ class Transcript(ScrollView, can_focus=True):
         self._measure(refresh_from=y, keep=keep)
         if self._follow:
             self.scroll_end(animate=False, immediate=True)
+            self.vertical_scrollbar.position = self.scroll_y  # painted frames left it behind
         return False
 
     def _paint(self, changed_from: int, keep: int) -> bool:

@@ -1,0 +1,73 @@
+"""Frames that go to the terminal past the compositor show what the compositor would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment
+from textual.strip import Strip
+
+from edgellm.tui.app import EdgeApp
+from edgellm.tui.composer import Composer
+from edgellm.tui.demo import DemoServices
+from edgellm.tui.paint import Rows, is_clear
+from edgellm.tui.screens.chat import ChatScreen
+from tests.tui.driving import settle
+
+SIZE = (60, 20)
+
+
+def test_rows_are_written_from_their_place_downwards() -> None:
+    rows = Rows(4, 2, [Strip([Segment("one")]), Strip([Segment("two")])])
+    assert rows.render_segments(Console()) == "\x1b[3;5Hone\x1b[4;5Htwo"
+
+
+async def streaming(pilot: Any, app: EdgeApp) -> ChatScreen:
+    await pilot.press("enter")
+    await settle(pilot, lambda: app.endpoint is not None and isinstance(app.screen, ChatScreen))
+    screen = app.screen
+    assert isinstance(screen, ChatScreen)
+    await settle(pilot, lambda: isinstance(app.focused, Composer))
+    screen.query_one(Composer).insert("hello")
+    await pilot.press("enter")
+    await settle(pilot, lambda: screen._live is not None and screen.transcript.scroll_y > 3)
+    return screen
+
+
+async def test_only_a_transcript_with_nothing_over_it_paints(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    services.token_s = 0.02
+    async with app.run_test(size=SIZE) as pilot:
+        transcript = (await streaming(pilot, app)).transcript
+        assert is_clear(transcript)
+        app.notify("something")
+        await settle(pilot, lambda: not is_clear(transcript))
+        app.clear_notifications()
+        await settle(pilot, lambda: is_clear(transcript))
+        app.action_help()
+        await settle(pilot, lambda: not is_clear(transcript))
+
+
+async def test_what_was_painted_is_what_would_be_rendered(
+    app: EdgeApp, services: DemoServices, monkeypatch: Any
+) -> None:
+    services.token_s = 0.01
+    painted: dict[int, str] = {}
+
+    def paint(widget: Any, first: int, strips: list[Strip]) -> None:
+        widget._styles_cache.clear()
+        for y, strip in enumerate(strips, first):
+            painted[y] = strip.text
+        for y in range(first, widget.size.height):
+            assert widget.render_line(y).text == painted[y]
+        assert widget.scroll_y == widget.max_scroll_y
+
+    monkeypatch.setattr("edgellm.tui.transcript.paint", paint)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await streaming(pilot, app)
+        await settle(pilot, lambda: screen._live is None)
+        transcript = screen.transcript
+        assert len(painted) == transcript.size.height
+        assert transcript.vertical_scrollbar.position == transcript.scroll_y
