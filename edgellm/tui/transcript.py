@@ -157,9 +157,12 @@ class Transcript(ScrollView, can_focus=True):
             return True
         self._measure(refresh_from=y, keep=keep)
         if self._follow:
-            self.scroll_end(animate=False, immediate=True)
-            self.vertical_scrollbar.position = self.scroll_y  # painted frames left it behind
+            self._to_end()
         return False
+
+    def _to_end(self) -> None:
+        self.scroll_end(animate=False, immediate=True)
+        self.vertical_scrollbar.position = self.scroll_y  # painted frames left it behind
 
     def _paint(self, changed_from: int, keep: int) -> bool:
         """The end of the text straight onto the terminal, where nothing is in the way."""
@@ -223,7 +226,7 @@ class Transcript(ScrollView, can_focus=True):
             self._first = 0
         self._measure()
         if follow:
-            self.scroll_end(animate=False, immediate=True)
+            self._to_end()
 
     @staticmethod
     def _open_count(turn: Turn) -> int:

@@ -23,7 +23,7 @@ from edgellm.tui.screens.base import Command, EdgeScreen
 from edgellm.units import format_bytes
 
 COLUMNS = (
-    ("", 1), ("Model", 22), ("Quant", 7), ("Size", 8), ("Here", 8), ("tok/s", 5), ("Context", 7),
+    ("", 1), ("Model", 21), ("Quant", 7), ("Size", 8), ("Here", 9), ("tok/s", 5), ("Context", 7),
 )  # fmt: skip
 RIGHT = ("Size", "tok/s", "Context")
 MORE = (("From", 14), ("Licence", 12))
@@ -248,7 +248,7 @@ class ModelsScreen(EdgeScreen):
         if outcome is None:
             return {"Here": rough_text(row.verdict, ink), **nothing}
         if isinstance(outcome, EdgeLLMError):
-            word = "✗ big" if isinstance(outcome, DoesNotFitError) else "✗ unread"
+            word = "✗ too big" if isinstance(outcome, DoesNotFitError) else "✗ unread"
             return {"Here": Text(word, style=ink["error"]), **nothing}
         speed, n_ctx = f"{outcome.speed.decode_tps:.0f}", f"{outcome.params.n_ctx_seq:,}"
         return {
