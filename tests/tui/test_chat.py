@@ -25,8 +25,15 @@ def chat(app: EdgeApp) -> ChatScreen:
     return app.screen
 
 
+@pytest.fixture
+def app(services: DemoServices) -> EdgeApp:
+    """Opened with a model, as ``edgellm tui starter`` is."""
+    return EdgeApp(services, model="starter")
+
+
 async def open_chat(pilot: Any, app: EdgeApp) -> ChatScreen:
-    await pilot.press("enter")
+    if app.current_mode == "welcome":
+        await pilot.press("enter")
     await settle(pilot, lambda: app.endpoint is not None and isinstance(app.screen, ChatScreen))
     await settle(pilot, lambda: isinstance(app.focused, Composer))
     return chat(app)
@@ -46,7 +53,8 @@ def texts(app: EdgeApp) -> list[str]:
     return [turn.text for turn in chat(app).transcript.turns]
 
 
-async def test_first_run_to_first_answer_takes_four_keys(app: EdgeApp) -> None:
+async def test_first_run_to_first_answer_takes_four_keys(services: DemoServices) -> None:
+    app = EdgeApp(services)
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot, lambda: app.screen.query(OptionList) and app.screen.suggestions)
         keys = ["enter", "h", "i", "enter"]
@@ -72,8 +80,6 @@ async def test_a_message_written_while_the_model_loads_is_sent_when_it_is_ready(
 
     services.load = slow  # type: ignore[method-assign]
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: app.screen.query(OptionList) and app.screen.suggestions)
-        await pilot.press("enter")
         await settle(pilot, lambda: isinstance(app.focused, Composer) and app.loading)
         await pilot.press("h", "i", "enter")
         await pilot.pause()

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import msgspec
+import pytest
 from textual.widgets import Button, DataTable, Input
 
 from edgellm.errors import EngineError, StoreError
@@ -23,9 +24,18 @@ from tests.tui.driving import settle
 SIZE = (120, 36)
 
 
+@pytest.fixture
+def app(services: DemoServices) -> EdgeApp:
+    """Somebody was here before: it opens on Models."""
+    app = EdgeApp(services)
+    app.store.save_setting("welcomed", "yes")
+    return app
+
+
 async def open_models(pilot: Any, app: EdgeApp) -> Any:
-    await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
-    await pilot.press("escape")
+    if app.current_mode == "welcome":
+        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
+        await pilot.press("escape")
     await settle(pilot, lambda: len(getattr(app.screen, "_verdicts", ())) >= 3)
     return app.screen
 
@@ -232,8 +242,7 @@ async def test_a_plan_is_saved_as_a_profile(app: EdgeApp, services: DemoServices
 
 async def test_a_running_request_is_cancelled_from_the_monitor(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
-        await pilot.press("enter")
+        app.open_model("starter")
         await settle(pilot, lambda: app.endpoint is not None)
         await pilot.press("f4")
         await settle(pilot, lambda: getattr(app.screen, "stats", None) is not None)
@@ -247,8 +256,7 @@ async def test_a_lost_server_is_said_once_and_the_monitor_goes_on(
 ) -> None:
     monkeypatch.setattr("edgellm.tui.screens.monitor.TICK_S", 0.05)
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
-        await pilot.press("enter")
+        app.open_model("starter")
         await settle(pilot, lambda: app.endpoint is not None)
         endpoint: Any = app.endpoint
 
@@ -266,7 +274,7 @@ async def test_a_lost_server_is_said_once_and_the_monitor_goes_on(
 
 async def test_serving_starts_shows_its_curl_line_and_stops(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
+        await settle(pilot, lambda: app.current_mode == "models")
         await pilot.press("5")
         await settle(pilot, lambda: isinstance(app.focused, Button))
         screen: Any = app.screen
@@ -289,7 +297,7 @@ async def test_two_benchmark_runs_are_compared_in_words(
 ) -> None:
     services.runs = RUNS
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
+        await settle(pilot, lambda: app.current_mode == "models")
         await pilot.press("6")
         await settle(pilot, lambda: len(getattr(app.screen, "runs", ())) == 5)
         await pilot.press("down", "down", "space", "up", "up")
@@ -350,8 +358,7 @@ async def test_the_engine_is_closed_when_the_program_ends(
     app: EdgeApp, services: DemoServices
 ) -> None:
     async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
-        await pilot.press("enter")
+        app.open_model("starter")
         await settle(pilot, lambda: app.endpoint is not None)
     await asyncio.sleep(0)
     assert not services.endpoints[0].is_alive
