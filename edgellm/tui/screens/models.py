@@ -64,7 +64,7 @@ class ModelsScreen(EdgeScreen):
 
     MODE = "models"
     CSS = """
-    ModelsScreen #bar { height: 1; margin: 0 2 1 2; }
+    ModelsScreen #bar { height: 1; padding: 0 2; margin-bottom: 1; }
     ModelsScreen #bar Label { color: $primary; width: auto; }
     ModelsScreen #bar #counts { color: $faint; }
     ModelsScreen #filter { width: 1fr; border: none; background: $background; padding: 0 1; }

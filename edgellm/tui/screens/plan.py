@@ -63,7 +63,7 @@ class PlanScreen(EdgeScreen):
     PlanScreen #bars { height: auto; max-height: 60%; padding: 0 2; }
     PlanScreen #bars LedgerBar { margin-bottom: 1; }
     PlanScreen #lower { height: 1fr; }
-    PlanScreen #steps { width: 50; height: 1fr; padding: 0 0 0 2; }
+    PlanScreen #steps { width: 55; height: 1fr; padding: 0 0 0 2; }
     PlanScreen #side { width: 1fr; height: 1fr; padding: 0 2; border-left: vkey $border; }
     PlanScreen #change { height: auto; margin-top: 1; }
     PlanScreen #empty { padding: 3 4; color: $muted; }
@@ -213,13 +213,14 @@ class PlanScreen(EdgeScreen):
         )
         text.append("\n")
         text.append_text(_verdict(plan, self.failure, ink))
-        text.append("  ·  ", ink["faint"])
-        text.append(f"{speed.decode_tps:.1f} tok/s", f"bold {ink['primary']}")
-        text.append(" decode  ·  ", ink["muted"])
-        text.append(f"{speed.prefill_tps:,.0f} tok/s", ink["foreground"])
-        text.append(" prefill", ink["muted"])
-        if not self.has_class("-narrow"):
-            text.append(f"  ·  {plan.proof}", ink["muted"])
+        if self.failure is None:
+            text.append("  ·  ", ink["faint"])
+            text.append(f"{speed.decode_tps:.1f} tok/s", f"bold {ink['primary']}")
+            text.append(" decode  ·  ", ink["muted"])
+            text.append(f"{speed.prefill_tps:,.0f} tok/s", ink["foreground"])
+            text.append(" prefill", ink["muted"])
+            if not self.has_class("-narrow"):
+                text.append(f"  ·  {plan.proof}", ink["muted"])
         self.query_one("#head", Static).update(text)
 
     async def _make_steppers(self, plan: Plan) -> None:
