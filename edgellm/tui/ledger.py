@@ -53,9 +53,9 @@ class Bar(msgspec.Struct, frozen=True):
 
 def device_bar(ledger: DeviceLedger) -> Bar:
     """A GPU: what others hold, the plan's entries, the margin, and what stays free."""
-    names = ("weights", "kv_cache", "recurrent_state", "compute", "overhead")
+    names = ("weights", "extra", "kv_cache", "recurrent_state", "compute", "overhead")
     shares = [Share("taken", ledger.total - ledger.free)]
-    shares += [Share(name, getattr(ledger, name)) for name in names]
+    shares += [Share(name, getattr(ledger, name, 0)) for name in names]
     shares += [Share("margin", ledger.margin), Share("free", ledger.headroom)]
     kept = tuple(share for share in shares if share.n_bytes > 0)
     return Bar(ledger.id, ledger.name, ledger.total, kept, ledger.headroom)
@@ -63,9 +63,10 @@ def device_bar(ledger: DeviceLedger) -> Bar:
 
 def host_bar(ledger: HostLedger) -> Bar:
     """The RAM: what others hold, the plan's entries, and what stays free."""
-    names = ("weights", "kv_cache", "recurrent_state", "compute", "output")
+    names = ("repacked", "extra", "kv_cache", "recurrent_state", "compute", "output", "process")
     shares = [Share("taken", ledger.total - ledger.available)]
-    shares += [Share(name, getattr(ledger, name)) for name in names]
+    shares.append(Share("weights", ledger.weights - getattr(ledger, "idle", 0)))
+    shares += [Share(name, getattr(ledger, name, 0)) for name in names]
     headroom = ledger.available - ledger.used
     shares.append(Share("free", headroom))
     kept = tuple(share for share in shares if share.n_bytes > 0)

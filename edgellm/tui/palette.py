@@ -113,10 +113,13 @@ ENTRIES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     # the ledger's field ("taken": by other programs), its name, letter, fill and colour
     ("taken", "in use", "U", "╳", "ledger-taken"),
     ("weights", "weights", "W", "█", "ledger-weights"),
+    ("repacked", "repacked", "R", "▛", "ledger-weights"),
+    ("extra", "draft, projector", "X", "▙", "ledger-state"),
     ("kv_cache", "KV cache", "K", "▓", "ledger-kv"),
     ("recurrent_state", "state", "S", "▚", "ledger-state"),
     ("compute", "compute", "C", "▒", "ledger-compute"),
     ("output", "output", "P", "▞", "ledger-compute"),
+    ("process", "process", "E", "▗", "ledger-overhead"),
     ("overhead", "overhead", "O", "░", "ledger-overhead"),
     ("margin", "margin", "M", "╱", "ledger-margin"),
     ("free", "free", "F", "·", "ledger-free"),
