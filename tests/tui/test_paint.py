@@ -42,9 +42,8 @@ async def test_only_a_transcript_with_nothing_over_it_paints(
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         transcript = (await streaming(pilot, app)).transcript
         assert is_clear(transcript)
-        app.notify("something")
+        app.notify("something", timeout=0.5)
         await settle(pilot, lambda: not is_clear(transcript))
-        app.clear_notifications()
         await settle(pilot, lambda: is_clear(transcript))
         app.action_help()
         await settle(pilot, lambda: not is_clear(transcript))
