@@ -58,6 +58,16 @@ async def test_models_filter_as_you_type_and_the_hub_is_asked_on_enter(tmp_path:
         assert {row.source for row in app.screen._rows["hub"]} == {"hub"}
 
 
+async def test_the_arrows_on_a_table_without_rows_do_nothing(app: EdgeApp) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_models(pilot, app)
+        screen.query_one("#filter", Input).value = "no model is called so"
+        await settle(pilot, lambda: screen.query_one(DataTable).row_count == 0)
+        await pilot.press("down", "up", "d", "p", "x", "enter")
+        assert app.current_mode == "models"
+        assert screen.current is None
+
+
 async def test_a_verdict_says_whole_partial_or_too_big(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await open_models(pilot, app)

@@ -31,6 +31,7 @@ class ChatScreen(AnsweringScreen):
     """Everything a conversation needs, on keys; letters work while it has the focus."""
 
     MODE = "chat"
+    AUTO_FOCUS = "#composer"  # the search field stands before it; what is typed early went there
     CSS = """
     ChatScreen #sidebar {
         dock: left; width: 32; margin: 2 0 1 0; border-right: vkey $border; padding: 0 1;

@@ -13,6 +13,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widgets import DataTable, Input, Label, Static
+from textual.widgets.data_table import RowKey
 from textual.worker import get_current_worker
 
 from edgellm.errors import DoesNotFitError, EdgeLLMError
@@ -259,7 +260,9 @@ class ModelsScreen(EdgeScreen):
 
     @on(DataTable.RowHighlighted)
     def _highlighted(self, event: DataTable.RowHighlighted) -> None:
-        ref = event.row_key.value
+        # Textual highlights row -1 of an empty table, which has no key.
+        key: RowKey | None = event.row_key
+        ref = None if key is None else key.value
         self.current = next((row for row in self._visible() if row.ref == ref), None)
 
     @on(DataTable.RowSelected)
