@@ -76,6 +76,8 @@ async def server(pilot: Any) -> None:
     await settle(pilot, lambda: pilot.app.focused is not None and pilot.app.focused.id == "start")
     await pilot.press("enter")
     await settle(pilot, lambda: pilot.app.screen.handle is not None)
+    button = pilot.app.screen.query_one("#start")
+    await settle(pilot, lambda: not button.has_class("-active"))  # pressed, for a moment
 
 
 async def bench(pilot: Any) -> None:
