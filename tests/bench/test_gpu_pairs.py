@@ -6,18 +6,26 @@ model of experts were fitted.
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from edgellm.devices import Devices, Gpu, Host
+from edgellm.engine.client import Engine
+from edgellm.engine.info import EngineOptions, Script
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import PlanRequest
+from edgellm.store import catalog
 from edgellm.units import GiB, MiB
+from edgellm.workers import Pool
 from tests.planner.test_fit import synthetic
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -144,3 +152,102 @@ def test_what_is_judged_names_each_figure_that_is_off() -> None:
     assert lines[3].startswith("decode at 0.95 of the best split of the sweep or better: 1 of 1")
     assert lines[4].startswith("decode at 0.95 of the larger card alone or better: 0 of 1 (0.90")
     assert "| 90.0 |" in report.markdown([row(90.0)], {"taken away": "loaded"})
+
+
+class Imagined:
+    """Two cards that are not there, for engines without a model."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(())
+        self.order = 1
+        self.count = 2
+        self.sizes: Sequence[float] = ()
+
+    @contextmanager
+    def emulated(self, sizes: Sequence[float]) -> Iterator[Devices]:
+        self.sizes = sizes
+        yield self.found()
+
+    def found(self) -> Devices:
+        made = cards(*self.sizes)
+        gpus = made.gpus[: self.count][:: self.order]
+        named = (msgspec.structs.replace(g, id=f"CUDA{i}") for i, g in enumerate(gpus))
+        return msgspec.structs.replace(made, gpus=tuple(named))
+
+    @contextmanager
+    def reversed(self) -> Iterator[None]:
+        self.order = -1
+        yield
+        self.order = 1
+
+    @contextmanager
+    def without_last(self) -> Iterator[None]:
+        self.count = 1
+        yield
+        self.count = 2
+
+    def filled_last(self) -> Any:
+        return nullcontext()
+
+    def processes(self) -> dict[str, dict[int, int]]:
+        return {"GPU-0": {1: 5 * MiB}, "GPU-1": {}}
+
+    def server_arguments(self) -> list[str]:
+        return []
+
+
+async def run_race(
+    monkeypatch: pytest.MonkeyPatch, out: Path, pairs_text: str, limit_s: float
+) -> dict[str, Any]:
+    """The whole of pairs.py over imagined cards and scripted engines; what it wrote."""
+    pairs = module("pairs")
+    load = Engine.load
+
+    async def scripted(plan: Any, *, options: EngineOptions, **more: Any) -> Engine:
+        script = Script(answer_tokens=0)
+        options = msgspec.structs.replace(options, script=script)
+        return await load(plan, backend="scripted", options=options, **more)
+
+    def few_words(n: int, n_vocab: int, seed: int) -> tuple[int, ...]:
+        return tuple((i * (seed + 3)) % (n_vocab - 40) + 20 for i in range(n))
+
+    monkeypatch.setattr(pairs.Engine, "load", scripted)
+    for where in (pairs, module("cards")):
+        monkeypatch.setattr(where, "prompt", few_words)
+    arguments = argparse.Namespace(
+        out=out, folder=out, pairs=pairs_text, limit_s=limit_s, llama_server="", vocab=[]
+    )
+    race = pairs.Race(arguments, Imagined())
+    await race.run()
+    race.save()
+    return dict(json.loads((out / "pairs.json").read_text()))
+
+
+@pytest.mark.usefixtures("gpu_folder")
+async def test_the_race_makes_every_trial_and_writes_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = catalog.resolve("starter").path
+    text = f"0.9+0.88:{path}@8192,4+2:{path}@2048"
+    found = await run_race(monkeypatch, tmp_path, text, 300)
+    both, alone = found["rows"]
+    assert [r.get("errors") for r in (both, alone)] == [None, None]
+    names = [t["name"] for t in both["trials"]]
+    assert names[:2] == ["edgellm", "larger alone"]
+    assert {"reversed", "tensor", "row", "ubatch 128"} <= set(names)
+    assert len(names) == len(set(names))
+    assert "larger alone" not in [t["name"] for t in alone["trials"]]
+    assert set(found["extra"]) >= {"reversed", "taken away", "taken away, not replanned"}
+    report = (tmp_path / "pairs.md").read_text()
+    assert "## Memory, card by card" in report
+    assert "not begun" not in report
+
+
+@pytest.mark.usefixtures("gpu_folder")
+async def test_the_race_stops_at_its_limit_and_still_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = f"1+1:{catalog.resolve('starter').path}@2048"
+    found = await run_race(monkeypatch, tmp_path, text, 0.5)
+    assert [row["trials"] for row in found["rows"]] == [[]]
+    assert "not begun" in (tmp_path / "pairs.md").read_text()
