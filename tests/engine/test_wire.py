@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from edgellm import errors
 from edgellm.engine import wire
+from edgellm.gguf.reader import IncompleteHeaderError
 from edgellm.request import TokenEvent
 
 SAMPLES = {
     "GGUFError": errors.GGUFError("/m.gguf", "cut short", offset=12),
+    "IncompleteHeaderError": IncompleteHeaderError("/m.gguf", needed=64, offset=12),
     "DiskFullError": errors.DiskFullError("no room", required=2, available=1),
     "DoesNotFitError": errors.DoesNotFitError(
         "too big", device="CUDA0", required=5, available=3, smallest_fix="--ctx 2048"
