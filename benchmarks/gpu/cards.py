@@ -59,7 +59,7 @@ PAIRS = (
     (16, "qwen3-30b-a3b"),
     (24, "qwen3-30b-a3b"),
 )
-N_PROMPT, N_OUTPUT = 512, 64
+N_PROMPT, N_OUTPUT = 512, 128
 FILLERS = 4
 
 
@@ -272,6 +272,8 @@ async def run_pair(card: int, name: str, path: Path, args: argparse.Namespace) -
         if args.sweep:
             for title, change in neighbours(plan, shape):
                 sweep.append(await attempt(fixed_plan(shape, plan, change), title))
+            # How far two loads of one plan differ is the noise of this comparison.
+            sweep.append(await attempt(plan, "edgellm again"))
     return {
         "card_gib": card,
         "model": name,

@@ -18,6 +18,7 @@ from ballast import emulated_cards
 from edgellm import devices
 from edgellm.devices import Devices
 from edgellm.engine import rpc_server
+from edgellm.engine.client import Engine
 from edgellm.errors import EdgeLLMError
 from edgellm.runtime.opening import with_workers
 from edgellm.units import GiB
@@ -48,6 +49,9 @@ class Machine(Protocol):
 
     def processes(self) -> dict[str, dict[int, int]]:
         """Bytes by device (its UUID) and process, as the driver counts them."""
+
+    def owners(self, engine: Engine) -> frozenset[int] | None:
+        """The processes whose memory is the engine's; None: every new one."""
 
     def server_arguments(self) -> list[str]:
         """What llama-server needs to see the same devices."""
@@ -99,6 +103,9 @@ class Cards:
             return found
         finally:
             pynvml.nvmlShutdown()
+
+    def owners(self, engine: Engine) -> frozenset[int] | None:
+        return frozenset((engine.pid,))
 
     def server_arguments(self) -> list[str]:
         return []
@@ -155,6 +162,9 @@ class Loopback:
 
     def processes(self) -> dict[str, dict[int, int]]:
         return {}
+
+    def owners(self, engine: Engine) -> frozenset[int] | None:  # noqa: ARG002  (the worker's)
+        return None
 
     def server_arguments(self) -> list[str]:
         return ["--rpc", ",".join(self.pool.endpoints)]

@@ -11,6 +11,8 @@ ENTRIES = ("weights", "kv_cache", "recurrent_state", "compute")
 SHARE, LEAST = 0.01, 16 * MiB
 """An entry may be off by 1 % of what was measured, or by 16 MiB."""
 WITHIN = 0.95
+AGAIN = "edgellm again"
+"""The trial that loads edgellm's own plan a second time."""
 Row = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def named(row: Row, name: str) -> Row | None:
 
 def layer_splits(row: Row) -> list[Row]:
     """edgellm's own trial and those of the sweep that split by layers."""
-    out = ("llama-server", "larger alone", "tensor", "row", "reversed")
+    out = ("llama-server", "larger alone", "tensor", "row", "reversed", AGAIN)
     return [t for t in row["trials"] if t["name"] not in out and t["decode_tps"]]
 
 
@@ -65,8 +67,21 @@ def judged(rows: Sequence[Row]) -> Iterator[str]:
         f": {', '.join(str(t['elsewhere'] >> 20) + ' MiB' for t in alone)}" if alone else ""
     )
     yield from compared(own, "best split of the sweep", best_split)
+    yield from noise(own)
     yield from compared(own, "larger card alone", lambda row: named(row, "larger alone"))
     yield from compared(own, "llama-server's own fit", lambda row: named(row, "llama-server"))
+
+
+def noise(own: Sequence[tuple[Row, Row]]) -> Iterator[str]:
+    """How far two loads of the same plan differ: less than that says nothing."""
+    pairs = [(row, t, named(row, AGAIN)) for row, t in own]
+    ratios = [
+        f"{again['decode_tps'] / t['decode_tps']:.2f} {label(row)}"
+        for row, t, again in pairs
+        if again and again["decode_tps"] and t["decode_tps"]
+    ]
+    if ratios:
+        yield f"the same plan loaded again after the sweep, over the first: {'; '.join(ratios)}"
 
 
 def best_split(row: Row) -> Row | None:
