@@ -28,6 +28,7 @@ class BenchScreen(EdgeScreen):
     """Runs, newest first. Space marks one; the marked and the highlighted one are compared."""
 
     MODE = "bench"
+    AUTO_FOCUS = "#runs"
     CSS = """
     BenchScreen #main { height: 1fr; }
     BenchScreen #runs { width: 1fr; margin: 0 1; overflow-x: hidden; }

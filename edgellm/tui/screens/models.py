@@ -64,6 +64,7 @@ class ModelsScreen(EdgeScreen):
     """A table to filter, details beside it, downloads below it."""
 
     MODE = "models"
+    AUTO_FOCUS = "#table"
     CSS = """
     ModelsScreen #bar { height: 1; padding: 0 2; margin-bottom: 1; }
     ModelsScreen #bar Label { color: $primary; width: auto; }

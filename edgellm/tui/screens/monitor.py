@@ -55,6 +55,7 @@ class MonitorScreen(EdgeScreen):
     """Cards of numbers, a plot where there is room, and the requests that run now."""
 
     MODE = "monitor"
+    AUTO_FOCUS = "#requests"
     CSS = """
     MonitorScreen #cards {
         grid-size: 6; grid-gutter: 1 1; height: auto; padding: 0 1; grid-rows: 4;

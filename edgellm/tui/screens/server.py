@@ -21,6 +21,7 @@ class ServerScreen(EdgeScreen):
     """A form, two buttons, the curl line, and what the server logs."""
 
     MODE = "server"
+    AUTO_FOCUS = "#start"
     CSS = """
     ServerScreen #form { height: auto; padding: 1 3; }
     ServerScreen .row { height: 1; margin-bottom: 1; }
