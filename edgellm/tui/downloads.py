@@ -138,9 +138,14 @@ class DownloadList(Widget):
         progress = item.progress
         share = progress.n_done / progress.n_total if progress.n_total else 0.0
         full = round(share * n_bar) if item.state != "done" else n_bar
-        return [
+        head = [
             Segment(f"{MARKS[item.state]} ", Style(color=ink[color], bold=True)),
             Segment(item.row.name[:n_name].ljust(n_name + 1), Style(color=ink["foreground"])),
+        ]
+        if item.state == "failed":
+            return [*head, Segment(_facts(item), Style(color=ink["muted"]))]  # room for the reason
+        return [
+            *head,
             Segment("━" * full, Style(color=ink[color])),
             Segment("─" * (n_bar - full), Style(color=ink["border"])),
             Segment(f" {share * 100:3.0f} %  ", Style(bold=True)),
