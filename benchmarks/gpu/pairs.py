@@ -232,7 +232,8 @@ class Race:
                 self.keep(i, pair, Trial(name, error=f"does not fit by {-short >> 20} MiB"))
                 continue
             await self.trial(i, pair, other, name)
-        if self.clock.left >= reserve_s and i in self.plans:
+        done = {t["name"] for t in self.rows[i]["trials"]}
+        if self.clock.left >= reserve_s and i in self.plans and pairs_report.AGAIN not in done:
             # How far two loads of one plan differ is the noise of this comparison.
             await self.trial(i, pair, self.plans[i], pairs_report.AGAIN)
 

@@ -192,6 +192,9 @@ class Imagined:
     def processes(self) -> dict[str, dict[int, int]]:
         return {"GPU-0": {1: 5 * MiB}, "GPU-1": {}}
 
+    def owners(self, _: Engine) -> frozenset[int]:
+        return frozenset({2})
+
     def server_arguments(self) -> list[str]:
         return []
 
