@@ -197,6 +197,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pin_prefix: bool = False
     wants_progress: bool = False
     """Send events while the prompt is read."""
+    event_interval_s: float = 0.0
+    """Join a choice's tokens into one event until so long after the last: for who shows text some
+    times a second, and would be woken for each token. The first token and the end never wait."""
     model: str = ""
     client: str = ""
     """Who asked, for the list of running requests (a key's name or an address)."""

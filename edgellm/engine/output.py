@@ -14,10 +14,21 @@ from edgellm.metrics import RequestTimings, request_timings
 from edgellm.request import FinishReason, Progress, Request, TokenEvent, TokenLogprob, Usage
 
 
+class Joined:
+    """What a choice has said since its last event."""
+
+    __slots__ = ("since", "text", "tokens")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.text = ""
+        self.tokens: list[int] = []
+
+
 class Group:
     """One request and its choices; knows when the last of them has ended."""
 
-    __slots__ = ("best", "held", "n_slid", "open", "request", "sequences", "warning")
+    __slots__ = ("best", "held", "joined", "n_slid", "open", "request", "sequences", "warning")
 
     def __init__(
         self,
@@ -33,7 +44,13 @@ class Group:
         sampling = request.sampling
         self.best = sampling.best_of is not None and sampling.best_of > sampling.n
         self.held: dict[int, list[TokenEvent]] = {}
+        self.joined: dict[int, Joined] = {}
         self.warning = warning
+
+    def take_joined(self, index: int) -> tuple[str, tuple[int, ...]]:
+        """Text and tokens of a choice that no event has carried yet."""
+        joined = self.joined.pop(index, None)
+        return (joined.text, tuple(joined.tokens)) if joined is not None else ("", ())
 
     def usage(self) -> Usage:
         """Counts over all choices; the shared prompt counts once."""
@@ -104,7 +121,7 @@ class Output:
         if reason is None and self._is_finished_grammar(seq):
             reason = FinishReason.STOP
         if reason is None:
-            self._emit(seq, text, token)
+            self._emit(seq, text, token, now)
         else:
             self._end(seq, text, (token,), reason, now)
         return reason
@@ -113,16 +130,28 @@ class Output:
     def _is_finished_grammar(seq: Sequence) -> bool:
         return seq.constraint is not None and bool(seq.constraint.is_finished)
 
-    def _emit(self, seq: Sequence, text: str, token: int) -> None:
+    def _emit(self, seq: Sequence, text: str, token: int, now: float) -> None:
         group = self.groups[seq.request.id]
         if seq.logprobs or seq.prompt_logprobs is not None or group.best or group.warning:
             self._push(group, self._rich(seq, group, text, (token,), None))
-        else:
-            self.events.append(
-                TokenEvent(
-                    request_id=seq.request.id, index=seq.index, text=text, token_ids=(token,)
-                )
-            )
+            return
+        tokens: tuple[int, ...] = (token,)
+        if seq.request.event_interval_s > 0:
+            if not self._is_due(group, seq, text, token, now):
+                return
+            text, tokens = group.take_joined(seq.index)
+            group.joined[seq.index] = Joined(now)
+        self.events.append(
+            TokenEvent(request_id=seq.request.id, index=seq.index, text=text, token_ids=tokens)
+        )
+
+    @staticmethod
+    def _is_due(group: Group, seq: Sequence, text: str, token: int, now: float) -> bool:
+        """Add to what waits for the next event, and say whether that goes now."""
+        joined = group.joined.setdefault(seq.index, Joined(0.0))
+        joined.text += text
+        joined.tokens.append(token)
+        return now - joined.since >= seq.request.event_interval_s
 
     def _rich(
         self,
@@ -166,7 +195,8 @@ class Output:
         self, seq: Sequence, text: str, tokens: tuple[int, ...], reason: FinishReason, now: float
     ) -> None:
         group = self.groups[seq.request.id]
-        text += seq.stream.finish()
+        waiting, before = group.take_joined(seq.index)
+        text, tokens = waiting + text + seq.stream.finish(), before + tokens
         if seq.stream.matched is not None and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP
         self._push(group, self._rich(seq, group, text, tokens, reason))
@@ -192,6 +222,8 @@ class Output:
     def fail(self, request_id: str, error: EdgeLLMError) -> Group | None:
         """End a request with an error; its group, so that its sequences can be let go."""
         group = self.groups.pop(request_id, None)
+        if group is not None:
+            self._flush_joined(group)
         self.events.append(
             TokenEvent(
                 request_id=request_id,
@@ -201,6 +233,16 @@ class Output:
             )
         )
         return group
+
+    def _flush_joined(self, group: Group) -> None:
+        for index in list(group.joined):
+            text, tokens = group.take_joined(index)
+            if tokens:
+                self.events.append(
+                    TokenEvent(
+                        request_id=group.request.id, index=index, text=text, token_ids=tokens
+                    )
+                )
 
     def take(self) -> tuple[list[TokenEvent], list[str]]:
         """The step's events and the requests that began with it."""

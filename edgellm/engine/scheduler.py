@@ -188,6 +188,9 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in self.running:
             (decoding if seq.is_decoding else prefilling).append(seq)
+        # A split cache is computed in ubatches of sequences whose ids follow one another in the
+        # batch (llama_batch_allocr::split_equal, sequential): out of order each is one alone.
+        decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
         for seq in decoding:
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
@@ -518,7 +521,9 @@ class Scheduler:
                 self._keep_to_budget()
         self.tree.release(slot)
         self._ops.append(Remove(slot, 0))
-        (self._free_plain if slot in self.limits.plain_ids else self._free_slots).append(slot)
+        free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
+        free.append(slot)
+        free.sort(reverse=True)  # the lowest is taken first, so that running ones stay together
 
     def _keep_to_budget(self) -> None:
         """Let go of the least recently used prefixes beyond the budget, never of the newest."""

@@ -8,6 +8,7 @@ through reactive attributes.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +31,7 @@ from edgellm.errors import (
     StoreError,
 )
 from edgellm.planner.plan import Plan, PlanRequest
+from edgellm.tui import hangup
 from edgellm.tui.details import shown_name
 from edgellm.tui.downloads import Downloads, DownloadsChanged
 from edgellm.tui.palette import THEMES
@@ -160,6 +162,9 @@ class EdgeApp(App[int]):
 
     def on_mount(self) -> None:
         self.set_keymap(self.preferred.keys)
+        if not self.is_headless and sys.__stdin__ is not None:
+            soon = asyncio.get_running_loop().call_soon_threadsafe
+            hangup.watch(sys.__stdin__.fileno(), partial(soon, self.exit, hangup.EXIT_CODE))
         model, attach, api_key = self._start
         self.switch_mode(self._first_mode(model, attach))
         for error in self._notes:

@@ -10,6 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 FASTEST_S: Final = 1 / 30
+CALM_S: Final = 0.2
+"""The first interval where the model computes on every core."""
+CALM_EVENTS_S: Final = 0.2
+"""How often the engine then sends what it has written; each time wakes this process."""
 SLOWEST_S: Final = 0.6
 PLENTY: Final = 0.5
 """Share of a core when the model computes elsewhere: on a GPU or on another machine."""
@@ -24,7 +28,7 @@ class Pacer:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self.interval_s = FASTEST_S if share >= SHARED else 0.2
+        self.interval_s = FASTEST_S if share >= SHARED else CALM_S
         self._last: tuple[float, float] | None = None
 
     def note(self, now: float, cpu: float) -> float:
@@ -40,6 +44,11 @@ class Pacer:
             self.interval_s = min(max(self.interval_s * change, FASTEST_S), SLOWEST_S)
         self._last = (now, cpu)
         return self.interval_s
+
+
+def event_interval_s(share: float) -> float:
+    """How often an answer's text is wanted from the engine."""
+    return FASTEST_S if share >= SHARED else CALM_EVENTS_S
 
 
 def share_for(verdict: str | None, n_threads: int, n_logical: int) -> float:

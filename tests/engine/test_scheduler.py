@@ -45,6 +45,17 @@ def learn(scheduler: Scheduler) -> None:
     scheduler.costs.observe(1, 20, 0.030)
 
 
+def test_decodes_are_in_the_order_of_their_slots_and_the_lowest_slot_is_taken_first() -> None:
+    # llama.cpp computes a split cache together only where ids follow one another in the batch.
+    scheduler = Scheduler(limits(), EngineOptions())
+    seqs = running(scheduler, [1] * 5, [2] * 5, [3] * 5, [4] * 5)
+    for gone in (seqs[2], seqs[0]):
+        scheduler.finish(gone)
+    running(scheduler, [5] * 5, [6] * 5)
+    slots = [w.seq.slot for w in scheduler.schedule(0.0).work]
+    assert slots == sorted(slots) == [0, 1, 2, 3]
+
+
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     seq = sequence(list(range(150)))
