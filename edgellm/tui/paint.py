@@ -9,10 +9,11 @@ was 3.5 ms of a frame's 5.6. A widget that knows its own rows, with nothing over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from textual._compositor import CompositorUpdate
+from textual.app import App
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widgets import Tooltip
@@ -20,6 +21,10 @@ from textual.widgets._toast import ToastRack
 
 if TYPE_CHECKING:
     from textual.widget import Widget
+
+
+SUPPORTED: Final = hasattr(App, "_display") and hasattr(App, "batch_update")
+"""Whether this Textual has the parts that are used here; without them all is drawn its own way."""
 
 
 class Rows(CompositorUpdate):
@@ -38,7 +43,14 @@ class Rows(CompositorUpdate):
 def is_clear(widget: Widget) -> bool:
     """Whether this widget's rows are what the terminal shows at its place, and all of them."""
     screen, app = widget.screen, widget.app
-    if screen is not app.screen or app.is_inline or app._batch_count or screen.selections:
+    if not SUPPORTED:
+        return False
+    if (
+        screen is not app.screen
+        or app.is_inline
+        or getattr(app, "_batch_count", 1)
+        or screen.selections
+    ):
         return False
     inside = Region(0, 0, *app.size).contains_region(widget.region)
     return inside and not any(_covers(child) for child in screen.children)
