@@ -27,7 +27,7 @@ from edgellm.metrics import request_timings
 from edgellm.planner import observed
 from edgellm.planner.plan import LoadReport, Observation, Plan
 from edgellm.request import Request, SamplingParams
-from edgellm.runtime import engine_options, plan_model, remember_load
+from edgellm.runtime import engine_options, plan_model
 from edgellm.units import MiB, format_bytes
 
 OBJECTIVES: Final = {
@@ -111,7 +111,6 @@ class EngineTrials:
         engine = await Engine.load(
             plan, backend=resolved.engine.backend, options=self.options(resolved)
         )
-        await remember_load(plan, engine, speed=False)  # settings under trial may be bad ones
         try:
             reason = spilled(engine.plan, engine.report)
             if reason:

@@ -190,7 +190,8 @@ class Scheduler:
             (decoding if seq.is_decoding else prefilling).append(seq)
         # A split cache is computed in ubatches of sequences whose ids follow one another in the
         # batch (llama_batch_allocr::split_equal, sequential): out of order each is one alone.
-        decoding.sort(key=lambda s: s.slot)
+        if not self._shares_cells:
+            decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
         for seq in decoding:
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
@@ -523,7 +524,8 @@ class Scheduler:
         self._ops.append(Remove(slot, 0))
         free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
         free.append(slot)
-        free.sort(reverse=True)  # the lowest is taken first, so that running ones stay together
+        if not self._shares_cells:
+            free.sort(reverse=True)  # the lowest is taken first: running ones stay together
 
     def _keep_to_budget(self) -> None:
         """Let go of the least recently used prefixes beyond the budget, never of the newest."""

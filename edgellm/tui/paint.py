@@ -48,7 +48,7 @@ def is_clear(widget: Widget) -> bool:
     if (
         screen is not app.screen
         or app.is_inline
-        or getattr(app, "_batch_count", 1)
+        or getattr(app, "_batch_count", True)
         or screen.selections
     ):
         return False

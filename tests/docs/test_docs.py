@@ -64,7 +64,7 @@ UNRUN = {
     "needs a file of requests": 1,
     "needs a set of prompts": 1,
     "needs a running server": 1,
-    "needs another server's binary": 1,
+    "needs another server's binary": 2,
     "needs other servers": 1,
     "needs another machine": 1,
     "needs the other machines": 1,

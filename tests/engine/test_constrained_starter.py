@@ -217,4 +217,7 @@ async def test_constrained_and_free_streams_run_together(engine: Engine) -> None
 
     text, first, second = await asyncio.gather(unconstrained(), constrained(), constrained())
     assert len(text) > 40
-    assert first == second
+    # Not the same person twice: a batch of another size rounds otherwise, and a near tie turns.
+    for person in (first, second):
+        assert set(person) == set(PERSON["json_schema"]["schema"]["properties"])
+        assert isinstance(person["age"], int)

@@ -42,9 +42,10 @@ async def plan(pilot: Any) -> None:
     await pilot.press("enter")
     await settle(pilot, lambda: getattr(pilot.app.screen, "plan", None) is not None)
     await settle(pilot, lambda: len(pilot.app.screen.query("Stepper")) == 6)
-    before = pilot.app.screen.plan
-    await pilot.press("down", "right")
-    await settle(pilot, lambda: pilot.app.screen.plan is not before)
+    context = list(pilot.app.screen.query("Stepper"))[1]
+    context.focus()
+    await pilot.press("right")
+    await settle(pilot, lambda: pilot.app.screen.plan.params.n_ctx == context.value)
     await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
 
 
