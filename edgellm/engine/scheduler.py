@@ -148,6 +148,11 @@ class Scheduler:
         return self.limits.sharing == "cells"
 
     @property
+    def _is_split(self) -> bool:
+        """Whether each slot has cells of its own, so that nobody takes another's."""
+        return self.limits.n_running * self.limits.n_ctx_seq <= self.limits.n_cells
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
@@ -190,7 +195,7 @@ class Scheduler:
             (decoding if seq.is_decoding else prefilling).append(seq)
         # A split cache is computed in ubatches of sequences whose ids follow one another in the
         # batch (llama_batch_allocr::split_equal, sequential): out of order each is one alone.
-        if not self._shares_cells:
+        if self._is_split:
             decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
         for seq in decoding:
@@ -524,7 +529,7 @@ class Scheduler:
         self._ops.append(Remove(slot, 0))
         free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
         free.append(slot)
-        if not self._shares_cells:
+        if self._is_split:
             free.sort(reverse=True)  # the lowest is taken first: running ones stay together
 
     def _keep_to_budget(self) -> None:

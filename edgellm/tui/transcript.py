@@ -162,7 +162,10 @@ class Transcript(ScrollView, can_focus=True):
 
     def _to_end(self) -> None:
         self.scroll_end(animate=False, immediate=True)
-        self.vertical_scrollbar.position = self.scroll_y  # painted frames left it behind
+        # Painted frames left it behind, and sizes that they set are no change any more.
+        bar = self.vertical_scrollbar
+        bar.window_virtual_size = self.virtual_size.height
+        bar.position = self.scroll_y
 
     def _paint(self, changed_from: int, keep: int) -> bool:
         """The end of the text straight onto the terminal, where nothing is in the way."""

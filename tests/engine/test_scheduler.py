@@ -47,7 +47,8 @@ def learn(scheduler: Scheduler) -> None:
 
 def test_decodes_are_in_the_order_of_their_slots_and_the_lowest_slot_is_taken_first() -> None:
     # llama.cpp computes a split cache together only where ids follow one another in the batch.
-    scheduler = Scheduler(limits(sharing="checkpoint", retained_ids=()), EngineOptions())
+    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=64)
+    scheduler = Scheduler(split, EngineOptions())
     seqs = running(scheduler, [1] * 5, [2] * 5, [3] * 5, [4] * 5)
     for gone in (seqs[2], seqs[0]):
         scheduler.finish(gone)

@@ -58,6 +58,9 @@ async def chat(pilot: Any) -> None:
     screen = pilot.app.screen
     await settle(pilot, lambda: screen._live is None and len(screen.transcript.turns) == 2)
     await settle(pilot, lambda: "/ 8,192" in screen.query_one("#meter").text and screen.speed)
+    view = screen.transcript
+    await settle(pilot, lambda: view.scroll_offset.y == view.max_scroll_y)
+    await pilot.pause(0.2)  # the scroll bar follows a frame later
 
 
 async def monitor(pilot: Any) -> None:

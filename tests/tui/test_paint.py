@@ -71,3 +71,4 @@ async def test_what_was_painted_is_what_would_be_rendered(
         assert len(painted) == transcript.size.height
         bar = transcript.vertical_scrollbar
         await settle(pilot, lambda: bar.position == transcript.scroll_y > 0)
+        assert bar.window_virtual_size == transcript.virtual_size.height
