@@ -102,8 +102,7 @@ def test_the_arrow_key_brings_back_what_was_asked_before(chat: Terminal) -> None
     chat.wait_for(r"mine[\s\S]*\w[\s\S]*>>> ")
     chat.type("\x1b[A")
     chat.wait_for("a question of mine")
-    chat.type("\x03")
-    chat.wait_for(">>> ")
+    chat.interrupt(">>> ")
     chat.type("/exit\n")
     assert chat.end() == 0
 
