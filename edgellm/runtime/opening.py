@@ -82,7 +82,7 @@ async def open_engine(
     return engine
 
 
-async def remember_load(plan: Plan, engine: Engine, *, speed: bool = True) -> None:
+async def remember_load(plan: Plan, engine: Engine) -> None:
     """Keep for later plans what this load showed and, once it is closed, how fast it was."""
     import asyncio
 
@@ -90,7 +90,7 @@ async def remember_load(plan: Plan, engine: Engine, *, speed: bool = True) -> No
         observed.remember(observed.observe_speed(plan, engine.alone_tps))
 
     await asyncio.to_thread(observed.remember, observed.observe(plan, engine.report))
-    if speed and engine.info.backend == "llama" and not engine.report.fallbacks:
+    if engine.info.backend == "llama" and not engine.report.fallbacks:
         engine.on_closed = keep_speed
 
 

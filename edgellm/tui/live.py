@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Final
 
+from edgellm.planner.plan import Plan
 from edgellm.request import Usage
 from edgellm.tui.pacing import Pacer, share_for
 from edgellm.tui.ports import HERE, Delta, Endpoint
@@ -61,12 +62,16 @@ class Live:
         return self.last.usage or Usage(n_output=self.n_tokens), speed
 
 
+def share_of(plan: Plan | None) -> float:
+    """What drawing may take beside a model that runs here by ``plan``; None: it runs elsewhere."""
+    if plan is None:
+        return share_for(None, 0, 0)
+    return share_for(plan.verdict, plan.params.n_threads, os.cpu_count() or 1)
+
+
 def pacer_for(endpoint: Endpoint) -> Pacer:
     """Frames as often as eyes want them, unless they would be taken from the model's own cores."""
-    plan = endpoint.plan if endpoint.where == HERE else None
-    if plan is None:
-        return Pacer(share_for(None, 0, 0))
-    return Pacer(share_for(plan.verdict, plan.params.n_threads, os.cpu_count() or 1))
+    return Pacer(share_of(endpoint.plan if endpoint.where == HERE else None))
 
 
 async def count_tokens(endpoint: Endpoint, text: str) -> tuple[int, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -15,7 +14,8 @@ from edgellm.metrics import EngineStats
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Overflow, Priority, Request, SamplingParams, TokenEvent
 from edgellm.tui.details import shown_name
-from edgellm.tui.pacing import event_interval_s, share_for
+from edgellm.tui.live import share_of
+from edgellm.tui.pacing import event_interval_s
 from edgellm.tui.ports import HERE, Delta, Json
 
 
@@ -65,7 +65,7 @@ class LocalEndpoint:
             overflow=Overflow.SLIDE,
             n_keep=len(kept),
             turn_starts=prepared.turn_starts,
-            event_interval_s=self._event_interval_s(),
+            event_interval_s=event_interval_s(share_of(self._engine.plan)),
             client="terminal",
         )
         parser = prepared.parser
@@ -73,11 +73,6 @@ class LocalEndpoint:
         async with aclosing(events):
             async for event in events:
                 yield _delta(event, parser)
-
-    def _event_interval_s(self) -> float:
-        plan = self._engine.plan
-        n_logical = os.cpu_count() or 1
-        return event_interval_s(share_for(plan.verdict, plan.params.n_threads, n_logical))
 
     async def count(self, messages: Sequence[Json]) -> int:
         if not messages:
