@@ -53,9 +53,12 @@ def find_header(ref: str, settings: Settings, devices: Devices | None = None) ->
         raise DownloadError(f"{ref}: no address is known for it")
     try:
         return hub_header(resolved.hub, settings, devices)
-    except DownloadError:
+    except DownloadError as error:
         shipped = catalog.shipped_header(resolved.hub.repo)
         if shipped is None:
+            names = ", ".join(entry.name for entry in catalog.entries() if entry.header)
+            shown = f"without the hub these can be planned: {names}"
+            error.hint = f"{error.hint}; {shown}" if error.hint else shown
             raise
         return parse_header(shipped, path=f"hf:{resolved.hub.repo}")
 

@@ -116,6 +116,8 @@ def _roff_line(line: str) -> Iterator[str]:
     option = re.match(r"\* `(.+?)`: ?(.*)", line)
     if option:
         yield from (".TP", f".B {_roff(option[1])}", _roff(_plain(option[2])))
+    elif line.startswith("* `"):
+        yield from (".IP", f".B {_roff(_plain(line[2:]))}")
     elif line.startswith("**") and line.endswith("**:"):
         yield from (".PP", f".I {_roff(line.strip('*:'))}")
     elif line.startswith("```") or not line.strip():

@@ -150,8 +150,9 @@ def test_without_a_network_some_catalog_models_are_planned_from_a_shipped_header
     file = library.find_header("qwen3-8b", Settings())
     assert (file.arch, file.quant) == ("qwen3", "Q4_K_M")
     assert file.file_bytes == header("qwen3-8b")[1]
-    with pytest.raises(DownloadError, match="offline"):
+    with pytest.raises(DownloadError, match="offline") as caught:
         library.find_header("magistral-small", Settings())
+    assert "without the hub these can be planned: gemma-3-12b" in (caught.value.hint or "")
 
 
 def test_shipped_headers_have_the_numbers_of_their_entries() -> None:

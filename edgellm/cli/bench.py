@@ -61,9 +61,10 @@ def bench(
 ) -> int:
     """Measure speed: time to first token, gaps between tokens, rates, errors, with the conditions.
 
-    Example: `edgellm bench starter -c 1,4,8`
+    Examples, one a line:
 
-    Example: `edgellm bench http://127.0.0.1:8080 --rate 2 --objective ttft=1s,tpot=50ms`
+    * `edgellm bench starter -c 1,4,8`
+    * `edgellm bench http://127.0.0.1:8080 --rate 2 --objective ttft=1s,tpot=50ms`
 
     Parameters
     ----------

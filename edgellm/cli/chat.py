@@ -48,8 +48,11 @@ def chat(
     stops an answer, Ctrl-D leaves. What is piped in becomes the prompt, after --prompt if both
     are given.
 
-    Examples: `edgellm chat starter`, `edgellm chat starter -p "Say hello"`,
-    `git diff | edgellm chat starter -p "Explain this change:"`
+    Examples, one a line:
+
+    * `edgellm chat starter`
+    * `edgellm chat starter -p "Say hello"`
+    * `git diff | edgellm chat starter -p "Explain this change:"`
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from edgellm import config as config_
 from edgellm import paths
 from edgellm.config import Config, Known
+from edgellm.errors import ConfigError
 from edgellm.units import format_bytes
 from edgellm.workers import Pool
 
@@ -66,7 +67,11 @@ def _judge(key: str, value: str) -> None:
     section = key.partition(".")[0]
     if known is None or section not in ("plan", "chat"):
         return  # `set_in_file` has the better words for an unknown key
-    settings = config_.load(environ={known.variable: value}, file=Path(os.devnull)).settings
+    try:
+        settings = config_.load(environ={known.variable: value}, file=Path(os.devnull)).settings
+    except ConfigError as error:
+        error.message = error.message.replace(f" (variable {known.variable})", "")
+        raise
     if section == "chat":
         from edgellm.cli.answer import sampling
 

@@ -22,7 +22,10 @@ def doctor(*, measure: bool = False, json: bool = False) -> int:
 
     The exit code is 1 when there is a problem, 0 with warnings only.
 
-    Examples: `edgellm doctor`, `edgellm doctor --measure --json`
+    Examples, one a line:
+
+    * `edgellm doctor`
+    * `edgellm doctor --measure --json`
 
     Parameters
     ----------

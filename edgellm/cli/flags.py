@@ -23,7 +23,7 @@ class PlanFlags:
     """What to plan for. Every flag is also a setting: plan.NAME in config.toml."""
 
     ctx: Annotated[int | None, Parameter(group=_PLAN)] = None
-    """Cells of context, for all sequences together."""
+    """Cells of context (a cell holds one token), for all sequences together."""
     parallel: Annotated[int | None, Parameter(group=_PLAN)] = None
     """Sequences at once."""
     objective: Annotated[Literal["speed", "context"] | None, Parameter(group=_PLAN)] = None

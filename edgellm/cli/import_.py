@@ -24,8 +24,10 @@ def import_(
 
     All shards of a split model come along. The file itself is left as it is.
 
-    Examples: `edgellm import ~/Downloads/model-Q4_K_M.gguf`,
-    `edgellm import --copy /mnt/usb/model.gguf`
+    Examples, one a line:
+
+    * `edgellm import ~/Downloads/model-Q4_K_M.gguf`
+    * `edgellm import --copy /mnt/usb/model.gguf`
 
     Parameters
     ----------

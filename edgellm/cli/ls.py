@@ -32,7 +32,10 @@ def ls(words: str = "", /, *, exact: bool = False, json: bool = False) -> None:
     where there are too many to plan for each.
     Downloads that are not complete are listed below.
 
-    Examples: `edgellm ls`, `edgellm ls qwen --json`
+    Examples, one a line:
+
+    * `edgellm ls`
+    * `edgellm ls qwen --json`
 
     Parameters
     ----------

@@ -38,14 +38,19 @@ def plan(
 ) -> None:
     """What fits where, to the MiB, before loading.
 
-    Examples: `edgellm plan starter`, `edgellm plan model.gguf --vram 6GiB --ctx 8192`,
-    `edgellm plan hf:owner/repo:Q4_K_M --vram 6GiB --explain`,
-    `edgellm plan hf:owner/repo --engine vllm --gpus 8x80GiB --ctx 32768`
+    Examples, one a line:
+
+    * `edgellm plan starter`
+    * `edgellm plan llama-3.1-8b --vram 6GiB --ctx 4096`
+    * `edgellm plan model.gguf --explain`
+    * `edgellm plan hf:owner/repo:Q4_K_M --vram 6GiB --explain`
+    * `edgellm plan hf:owner/repo --engine vllm --gpus 8x80GiB --ctx 32768`
 
     Parameters
     ----------
     model
-        A path, hf:owner/repo[:file or quant], a URL of a GGUF, or a name in the store.
+        A path, a name that edgellm ls or edgellm search prints, hf:owner/repo[:file or quant], or
+        a URL of a GGUF.
     fixed
         Take the parameters as given (llama.cpp's defaults otherwise); compute the ledger only.
     explain

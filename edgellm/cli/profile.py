@@ -17,7 +17,7 @@ from edgellm.config import ProfileFile
 app = App(
     name="profile",
     help="Settings for a class of hardware, each value with its reason.\n\n"
-    "Examples: `edgellm profile ls`, `edgellm profile use 6gb`",
+    "Examples, one a line:\n\n* `edgellm profile ls`\n* `edgellm profile use 6gb`",
 )
 
 

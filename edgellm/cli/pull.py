@@ -58,8 +58,11 @@ def pull(
     What will be fetched, its size and its plan here are shown first. Interrupted, the same command
     goes on where it stopped.
 
-    Examples: `edgellm pull hf:bartowski/Llama-3.2-3B-Instruct-GGUF`,
-    `edgellm pull hf:OWNER/REPO:Q4_K_M`, `edgellm pull qwen3-8b --dry-run`
+    Examples, one a line:
+
+    * `edgellm pull hf:bartowski/Llama-3.2-3B-Instruct-GGUF`
+    * `edgellm pull hf:OWNER/REPO:Q4_K_M`
+    * `edgellm pull qwen3-8b --dry-run`
 
     Parameters
     ----------

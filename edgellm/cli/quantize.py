@@ -45,11 +45,13 @@ def quantize(
 ) -> None:
     """Write a smaller copy of a model with llama.cpp's quantiser, after showing its plan here.
 
-    The source should be F16, BF16 or Q8_0: quantising what is quantised already loses quality, and
-    needs --force.
+    The source should be F32, F16, BF16 or Q8_0: quantising what is quantised already loses quality,
+    and needs --force.
 
-    Examples: `edgellm quantize model-F16.gguf model-Q4_K_M.gguf`,
-    `edgellm quantize model-BF16.gguf small.gguf --type IQ4_XS --imatrix imatrix.gguf`
+    Examples, one a line:
+
+    * `edgellm quantize model-F16.gguf model-Q4_K_M.gguf`
+    * `edgellm quantize model-BF16.gguf small.gguf --type IQ4_XS --imatrix imatrix.gguf`
 
     Parameters
     ----------
@@ -142,7 +144,7 @@ def _may_requantize(header: GGUFFile, force: bool) -> bool:
         raise UsageError(
             f"{os.path.basename(header.path)} is quantised already ({', '.join(lossy)}): "
             "quantising it again loses quality",
-            hint="start from F16, BF16 or Q8_0, or add --force",
+            hint="start from F32, F16, BF16 or Q8_0, or add --force",
         )
     return force or bool(set(worst) - {"F32", "F16", "BF16"})
 

@@ -19,7 +19,10 @@ def rm(*names: str, yes: bool = False, dry_run: bool = False, json: bool = False
 
     Files that other programs downloaded, or still use, are never deleted.
 
-    Examples: `edgellm rm qwen3-8b-Q4_K_M`, `edgellm rm --yes old-model`
+    Examples, one a line:
+
+    * `edgellm rm qwen3-8b-Q4_K_M`
+    * `edgellm rm --yes old-model`
 
     Parameters
     ----------

@@ -23,6 +23,7 @@ from edgellm.units import format_bytes
 SCHEMA = "edgellm.search/1"
 # Headers read at the same time: enough to hide the waiting, few enough not to be throttled.
 _AT_ONCE = 4
+_WITHOUT_HUB = "edgellm plan NAME, or the Models screen of edgellm, for what fits"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,18 +51,22 @@ def search(
     ram: str | None = None,
     json: bool = False,
 ) -> None:
-    """Find GGUF models on the hub and in the catalog, each with its verdict on this machine.
+    """Find GGUF models on the hub, each with its verdict on this machine, and in the catalog.
 
-    A few headers are read at a time, and remembered.
+    A few headers are read at a time, and remembered. The catalog is a list that comes with edgellm.
 
-    Examples: `edgellm search qwen3 coder`, `edgellm search embedding --fits`
+    Examples, one a line:
+
+    * `edgellm search qwen3 coder`
+    * `edgellm search qwen3 --fits --vram 6GiB`
 
     Parameters
     ----------
     words
         What to look for.
     fits
-        Leave out what does not fit here.
+        Leave out the hub's models that do not fit. The catalog's are names alone: `edgellm plan
+        NAME` judges one.
     limit
         Repositories to look at.
     vram
@@ -74,6 +79,8 @@ def search(
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     devices = plan_devices(settings)
     known = [entry for entry in entries() if _matches(entry, words)]
+    if not json:
+        _print_known(known)
     try:
         results, offline = _asked(" ".join(words), limit, settings, devices), None
     except DownloadError as error:
@@ -85,10 +92,11 @@ def search(
     if json:
         print(msgspec.json.encode(_as_json(known, results)).decode())
         return
-    _print_known(known)
-    _print(results)
-    if offline is not None:
-        print(f"the hub was not asked: {offline.message}", file=sys.stderr)
+    if offline is None:
+        _print(results)
+        return
+    print(f"only the catalog was searched: {offline.message}", file=sys.stderr)
+    print(f"  try: {_WITHOUT_HUB}", file=sys.stderr)
 
 
 def _matches(entry: Entry, words: tuple[str, ...]) -> bool:

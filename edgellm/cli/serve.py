@@ -150,8 +150,11 @@ def serve(
     that were not used longest go when another needs the memory. SIGTERM or Ctrl-C lets running
     requests finish, then ends with exit code 0.
 
-    Examples: `edgellm serve starter`, `edgellm serve small.gguf large.gguf --ttl 600`,
-    `edgellm serve starter --host 0.0.0.0 --api-key work:sk-...`
+    Examples, one a line:
+
+    * `edgellm serve starter`
+    * `edgellm serve small.gguf large.gguf --ttl 600`
+    * `edgellm serve starter --host 0.0.0.0 --api-key work:sk-...`
 
     Parameters
     ----------

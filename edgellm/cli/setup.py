@@ -41,7 +41,11 @@ def setup(
     Builds it from source with the right options, or takes a prebuilt wheel where you choose one.
     The engine that is installed now stays until the new one has loaded a model.
 
-    Examples: `edgellm setup --dry-run`, `edgellm setup --yes`, `edgellm setup --backend vulkan`
+    Examples, one a line:
+
+    * `edgellm setup --dry-run`
+    * `edgellm setup --yes`
+    * `edgellm setup --backend vulkan`
 
     Parameters
     ----------

@@ -27,7 +27,11 @@ def stop(
 
     Running requests finish first. The command returns when the memory is back.
 
-    Examples: `edgellm stop starter`, `edgellm stop`, `edgellm stop --all`
+    Examples, one a line:
+
+    * `edgellm stop starter`
+    * `edgellm stop`
+    * `edgellm stop --all`
 
     Parameters
     ----------
@@ -36,7 +40,7 @@ def stop(
     all
         Stop every server of this user.
     port
-        Which server, when several run.
+        Which server, when several run; the newest otherwise.
     force
         Do not wait for running requests of the model.
     timeout

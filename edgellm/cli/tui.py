@@ -25,7 +25,12 @@ def tui(
     Without MODEL it opens where you choose one. With --attach it chats with and watches a server
     that runs already.
 
-    Examples: `edgellm`, `edgellm tui starter`, `edgellm tui --attach http://127.0.0.1:8080`
+    Examples, one a line:
+
+    * `edgellm`
+    * `edgellm tui starter`
+    * `edgellm tui --vram 6GiB`
+    * `edgellm tui --attach http://127.0.0.1:8080`
 
     Parameters
     ----------

@@ -25,7 +25,10 @@ def verify(*names: str, repair: bool = False, json: bool = False) -> None:
 
     Without names, every model here. The exit code is 5 when something is wrong.
 
-    Examples: `edgellm verify`, `edgellm verify qwen3-8b-Q4_K_M --repair`
+    Examples, one a line:
+
+    * `edgellm verify`
+    * `edgellm verify qwen3-8b-Q4_K_M --repair`
 
     Parameters
     ----------

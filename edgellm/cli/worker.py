@@ -45,8 +45,11 @@ def worker(
     The other machine names it: `edgellm serve MODEL --worker HOST:PORT`. One client at a time.
     Without a GPU the CPU and its RAM are lent. Runs until Ctrl-C.
 
-    Examples: `edgellm worker`, `edgellm worker --host 192.168.1.20 --memory 12GiB`,
-    `edgellm worker --device CUDA0 --port 50053`
+    Examples, one a line:
+
+    * `edgellm worker`
+    * `edgellm worker --host 192.168.1.20 --memory 12GiB`
+    * `edgellm worker --device CUDA0 --port 50053`
 
     Parameters
     ----------

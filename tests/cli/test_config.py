@@ -45,7 +45,9 @@ def test_config_set_refuses_a_wrong_value_with_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["config", "set", "plan.ctx", "hot"]) == 2
-    assert "expected int, got 'hot'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "plan.ctx: expected int, got 'hot'" in said
+    assert "EDGELLM_PLAN_CTX" not in said  # nobody set a variable
 
 
 def test_config_unset_restores_the_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,9 @@ def test_search_without_a_network_shows_the_catalog(
     assert main(["search", "gpt-oss"]) == 0
     captured = capsys.readouterr()
     assert "edgellm pull gpt-oss-20b" in captured.out
-    assert "offline" in captured.err
+    assert "only the catalog was searched: offline mode is on" in captured.err
+    assert "nothing found" not in captured.err
+    assert "try: edgellm plan NAME" in captured.err
     assert main(["search", "no such thing"]) == 1
 
 

