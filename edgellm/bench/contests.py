@@ -78,7 +78,8 @@ async def shared(heat: Heat) -> Figures:
         prompt_words=heat.sizes.own_words,
         max_tokens=heat.sizes.shared_tokens,
     )
-    jobs = make_jobs(scenario, heat.target.model, f"{heat.seed}/seen")
+    # Of this heat alone: a server that copies a prefix for each slot has them all a heat later.
+    jobs = make_jobs(scenario, heat.target.model, f"{heat.seed}/seen", shared_seed=heat.seed)
     await closed_phase(heat.target.endpoint, jobs, 1, n=1)
     return await _closed(heat, scenario, n=max(3 * heat.concurrency, heat.sizes.min_requests))
 
@@ -192,7 +193,7 @@ def _scenario(heat: Heat, name: str, **changes: int) -> Scenario:
 async def _closed(heat: Heat, scenario: Scenario, n: int | None = None) -> Figures:
     sizes = heat.sizes
     count = n or max(sizes.requests_a_stream * heat.concurrency, sizes.min_requests)
-    jobs = make_jobs(scenario, heat.target.model, heat.seed)
+    jobs = make_jobs(scenario, heat.target.model, heat.seed, shared_seed=heat.seed)
     phase = await closed_phase(heat.target.endpoint, jobs, heat.concurrency, n=count)
     figures = phase_metrics(phase, concurrency=heat.concurrency)
     return figures | await _step_times(heat.target)

@@ -104,12 +104,15 @@ def scenario_from(name: str, **changes: Any) -> Scenario:
     return msgspec.structs.replace(known, **given)
 
 
-def make_jobs(scenario: Scenario, model: str, seed: str) -> Iterator[Job]:
-    """Jobs without end. Two seeds give prompts with no common beginning but the shared one."""
+def make_jobs(
+    scenario: Scenario, model: str, seed: str, *, shared_seed: str = "shared"
+) -> Iterator[Job]:
+    """Jobs without end. Two seeds give prompts with no common beginning but the shared one, which
+    is ``shared_seed``'s."""
     if scenario.file is not None:
         yield from cycle(_file_jobs(scenario, model))
     rng = random.Random(f"{seed}/{scenario.name}")
-    shared = words(random.Random("shared"), scenario.shared_words)
+    shared = words(random.Random(shared_seed), scenario.shared_words)
     while True:
         n_words, n_tokens = _lengths(scenario, rng)
         text = " ".join(filter(None, (shared, words(rng, n_words))))

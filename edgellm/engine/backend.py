@@ -53,6 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     can_shift: bool = True
     attached_top_k: int = 0
     """Candidates an attached sampler leaves; 0: every slot sees all logits."""
+    is_async: bool = False
+    """A device computes a step while this process may do something else."""
 
 
 class Span(NamedTuple):
@@ -85,8 +87,11 @@ class Backend(Protocol):
     def special_tokens(self) -> frozenset[int]:
         """Control tokens: text never spells them. Any thread; slow the first time."""
 
-    def decode(self, spans: Sequence[Span]) -> int:
-        """Compute the spans as one batch: OK, NO_CELLS (nothing changed), ABORTED or negative."""
+    def decode(self, spans: Sequence[Span], meanwhile: Callable[[], None] | None = None) -> int:
+        """Compute the spans as one batch: OK, NO_CELLS (nothing changed), ABORTED or negative.
+
+        ``meanwhile`` is called once where the device computes by itself (``Limits.is_async``).
+        """
 
     def make_sampler(self, params: SamplingParams, seed: int, prompt: Sequence[int]) -> Any:
         """How one sequence chooses its tokens; ``prompt`` feeds the penalties."""

@@ -85,6 +85,7 @@ class Loop:
         self._closing = False
         self._eog = frozenset(backend.info.eog_ids)
         self._sampled_at = 0.0
+        self._delivers_later = False
 
     def run(self) -> None:
         """The loop. Whatever goes wrong in a step ends requests, never the loop."""
@@ -117,11 +118,14 @@ class Loop:
 
     def turn(self) -> None:
         """One step, or one embedding; what it has to say is sent."""
+        self._delivers_later = False
         try:
             self._work()
         except Exception as error:  # noqa: BLE001  (border: the loop must live)
             self._fail_all(error)
-        self._flush()
+            self._delivers_later = False
+        if not self._delivers_later:
+            self._flush()
 
     def _work(self) -> None:
         if self._embeds:
@@ -282,6 +286,8 @@ class Loop:
         n_decode = self._update(step.work)
         t3 = time.monotonic()
         self._measure(step, n_decode, (t0, t1, t2, t3))
+        # Where the device computes alone, the next step is on its way before this one is told.
+        self._delivers_later = self.backend.limits.is_async and self.scheduler.has_work
 
     def _measure(
         self, step: sched.Step, n_chosen: int, times: tuple[float, float, float, float]
@@ -336,7 +342,7 @@ class Loop:
         if self.output.started:
             # Before the step: should it end the process, the parent must know who was in it.
             self._flush()
-        return self.backend.decode(spans)
+        return self.backend.decode(spans, self._flush if self.backend.limits.is_async else None)
 
     def _update(self, work: list[sched.Work]) -> int:
         """Choose tokens for every row, tell the clients, let go of what ended."""

@@ -27,6 +27,12 @@ from edgellm.request import Overflow, Priority
 
 MIN_CHUNK: Final = 16
 """Smaller prefill chunks cost a step nearly as much and take longer overall."""
+LEAST_CHUNK: Final = 4
+STALL_S: Final = 0.05
+"""But where even that many take longer, chunks are smaller: 8,000 tokens into a prompt each of
+them takes two CPU cores 16 ms."""
+FIRST_SHARE: Final = 16
+"""The chunk while costs are unknown: this part of an ubatch."""
 CROWD: Final = 4.0
 """How much longer a step may be for each further prompt that waits, over the streams it delays."""
 
@@ -112,6 +118,7 @@ class Scheduler:
         self._free = 0
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
+        self._last_chunk = 0
 
     # -- the queue ---------------------------------------------------------------------------
 
@@ -284,12 +291,18 @@ class Scheduler:
             return most
         calm = costs.decode_s(len(work))
         if not calm or not costs.token_s:
-            return max(MIN_CHUNK, most // 8)
+            return max(MIN_CHUNK, most // FIRST_SHARE)
         crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(work))
         extra = (self.options.itl_factor - 1) * calm * crowd
         if self.options.itl_target_s is not None:
             extra = max(extra, self.options.itl_target_s - calm)
-        return min(most, max(MIN_CHUNK, int((extra - costs.fixed_s) / costs.token_s)))
+        least = min(MIN_CHUNK, max(LEAST_CHUNK, int(STALL_S / costs.token_s)))
+        n = min(most, max(least, int((extra - costs.fixed_s) / costs.token_s)))
+        # A step of the shape of the one before it is captured as a CUDA graph (ggml-cuda.cu): 6 ms
+        # on an H200, for a shape that a few steps later is another one as the cache grows.
+        n -= n == self._last_chunk
+        self._last_chunk = n
+        return n
 
     # -- admission ---------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import random
 import re
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from edgellm.engine.backend import NO_CELLS, OK, Allowed, Limits, OnProgress, Span
@@ -158,11 +158,13 @@ class ScriptedBackend:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def decode(self, spans: Sequence[Span]) -> int:
+    def decode(self, spans: Sequence[Span], meanwhile: Callable[[], None] | None = None) -> int:
         self._step += 1
         code = self._faults(spans)
         if code != OK:
             return code
+        if meanwhile is not None:
+            meanwhile()
         n = sum(len(span.tokens) for span in spans)
         if n > self.limits.n_batch:
             raise ValueError(f"{n} tokens in a batch of {self.limits.n_batch}")
@@ -383,6 +385,7 @@ def _limits(plan: Plan, options: EngineOptions) -> Limits:
         sharing=sharing,
         can_shift=options.script.can_shift,
         attached_top_k=attached,
+        is_async=options.script.is_async,
     )
 
 

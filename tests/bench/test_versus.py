@@ -48,6 +48,20 @@ def test_every_contest_ends_and_gives_its_key_figures(name: str) -> None:
     assert figures["error_ratio"] == 0.0
 
 
+def test_every_heat_has_a_shared_prefix_of_its_own_seen_once_before() -> None:
+    prompts: list[str] = []
+
+    def listen(i: int, body: dict[str, Any]) -> Answer:
+        prompts.append(body["prompt"])
+        return answer(i, body)
+
+    for seed in ("one", "two"):
+        simulate(SimServer(listen), lambda seed=seed: CONTESTS["shared"](heat(seed=seed)))
+    begins = {" ".join(prompt.split()[:40]) for prompt in prompts}
+    assert len(begins) == 2
+    assert len({prompt for prompt in prompts}) == len(prompts)
+
+
 def test_the_long_prompt_contest_sees_how_long_streams_stood_still() -> None:
     """Streams run at 10 ms; the server stands still for 0.5 s from 3.05 s on, when it comes."""
 

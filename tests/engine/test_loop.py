@@ -46,6 +46,37 @@ def test_two_requests_with_one_new_prefix_compute_it_once() -> None:
     assert simulation.text(b.id) == alone(b)
 
 
+def test_a_device_computes_the_next_step_while_this_one_is_told() -> None:
+    simulation = Simulation(script=Script(is_async=True, answer_tokens=0))
+    r = request("tell me", max_tokens=3)
+    simulation.add(r)
+    told = []
+    for _ in range(3):
+        simulation.turn()
+        told.append(len(simulation.ids(r.id)) if r.id in simulation.events else 0)
+    assert told == [0, 1, 3]  # the last step has no next one to wait for
+    assert simulation.last(r.id).is_last
+    assert simulation.text(r.id) == alone(r)
+
+
+def test_what_an_error_or_a_cancel_leaves_is_told_at_once_beside_a_device() -> None:
+    script = Script(
+        is_async=True, answer_tokens=0, faults=(Fault(kind="raise", at_step=3, times=1),)
+    )
+    simulation = Simulation(script=script)
+    r = request("tell me", max_tokens=9)
+    simulation.add(r)
+    simulation.run()
+    assert len(simulation.ids(r.id)) == 2
+    assert simulation.last(r.id).finish_reason is FinishReason.ERROR
+    other = request("and me", max_tokens=9)
+    simulation.add(other)
+    simulation.turn()
+    simulation.cancel(other.id)
+    simulation.turn()
+    assert simulation.last(other.id).finish_reason is FinishReason.CANCELLED
+
+
 def test_choices_share_their_prompt_and_differ_by_seed() -> None:
     simulation = Simulation()
     r = request(LONG * 2, n=3, temperature=1.0, seed=7, max_tokens=12)

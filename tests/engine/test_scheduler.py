@@ -124,6 +124,30 @@ def test_the_chunk_grows_with_the_target() -> None:
     assert scheduler.schedule(0.0).work[1].n == 40
 
 
+def test_no_two_steps_in_a_row_have_the_same_shape_while_a_prompt_is_read() -> None:
+    scheduler = Scheduler(limits(n_cells=4096, n_ctx_seq=2048), EngineOptions(itl_target_s=0.05))
+    running(scheduler, [1, 2, 3])
+    learn(scheduler)
+    scheduler.add([sequence(list(range(100, 400)))])
+    chunks = []
+    for _ in range(6):
+        step = scheduler.schedule(0.0)
+        chunks.append(step.n_prefill)
+        play(scheduler, step)
+    assert chunks == [40, 39, 40, 39, 40, 39]
+
+
+@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 4)])
+def test_chunks_are_smaller_where_each_token_takes_long(token_s: float, chunk: int) -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    running(scheduler, [1, 2, 3])
+    scheduler.costs = Costs()
+    scheduler.costs.observe(1, 0, 0.010)
+    scheduler.costs.observe(1, 16, 0.010 + 16 * token_s)
+    scheduler.add([sequence(list(range(100, 200)))])
+    assert scheduler.schedule(0.0).n_prefill == chunk
+
+
 def test_an_interactive_prompt_beside_batch_streams_is_not_throttled() -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     scheduler.add([sequence([1, 2, 3], priority=Priority.BATCH)])

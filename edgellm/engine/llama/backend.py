@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,13 @@ from edgellm.engine.llama.batch import Batch
 from edgellm.engine.llama.describe import describe
 from edgellm.engine.llama.draft import load_drafter
 from edgellm.engine.llama.library import lib
-from edgellm.engine.llama.limits import is_on_gpu, n_outputs, planned_limits, true_limits
+from edgellm.engine.llama.limits import (
+    is_on_gpu,
+    n_outputs,
+    planned_limits,
+    sample_threads,
+    true_limits,
+)
 from edgellm.engine.llama.log import LoadLog, devices_named, load_error, read_report
 from edgellm.engine.llama.memory import Memory
 from edgellm.engine.llama.params import context_params, model_params
@@ -29,7 +35,6 @@ from edgellm.errors import EngineError
 from edgellm.planner.plan import LoadReport, Plan
 from edgellm.request import Pooling, SamplingParams, TokenLogprob
 
-MAX_SAMPLE_THREADS: Final = 8
 CPU_WARMUP: Final = 16
 """Tokens: a CPU has nothing to load but the weights' pages."""
 MAX_SMALL_WARMUP_S: Final = 1.0
@@ -55,8 +60,7 @@ class LlamaBackend:
         self._memory = Memory(self._ctx)
         self.limits = true_limits(self.limits, self._ctx, self._memory.can_shift)
         self._batch = Batch(self.limits.n_batch)
-        n_threads = min(MAX_SAMPLE_THREADS, max(1, plan.params.n_threads))
-        n_threads = options.sample_threads or n_threads
+        n_threads = sample_threads(plan, options)
         self._rows = Rows(self._ctx, self._batch, self._vocab, self.limits, n_threads)
         self._samplers = SamplerFactory(self._vocab, self.limits)
         self._vectors = Vectors(self._model, self._ctx)
@@ -179,10 +183,12 @@ class LlamaBackend:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def decode(self, spans: Sequence[Span]) -> int:
+    def decode(self, spans: Sequence[Span], meanwhile: Callable[[], None] | None = None) -> int:
         batch = self._batch
         batch.fill(spans)
         code: int = lib.llama_decode(self._ctx, batch.struct)
+        if meanwhile is not None:
+            meanwhile()
         if code == OK:
             lib.llama_synchronize(self._ctx)
         return code
