@@ -59,7 +59,7 @@ def test_every_heat_has_a_shared_prefix_of_its_own_seen_once_before() -> None:
         simulate(SimServer(listen), lambda seed=seed: CONTESTS["shared"](heat(seed=seed)))
     begins = {" ".join(prompt.split()[:40]) for prompt in prompts}
     assert len(begins) == 2
-    assert len({prompt for prompt in prompts}) == len(prompts)
+    assert len(set(prompts)) == len(prompts)
 
 
 def test_the_long_prompt_contest_sees_how_long_streams_stood_still() -> None:
