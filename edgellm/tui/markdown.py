@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
+from markdown_it import MarkdownIt
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -45,13 +46,25 @@ class _Quote(BlockQuote):
 
 
 class EdgeMarkdown(Markdown):
-    """Rich's Markdown in this program's look."""
+    """Rich's Markdown in this program's look; one for many texts, with one parser for all.
+
+    Rich makes a parser for every text; half of the time for a paragraph was the parser's making.
+    """
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
         "heading_open": _Heading,
         "blockquote_open": _Quote,
     }
+
+    def __init__(self) -> None:
+        super().__init__("", hyperlinks=False)
+        self._parser = MarkdownIt().enable("strikethrough").enable("table")
+
+    def of(self, text: str) -> EdgeMarkdown:
+        """This, showing another text."""
+        self.markup, self.parsed = text, self._parser.parse(text)
+        return self
 
 
 class Ink:
@@ -130,6 +143,7 @@ class BlockRenderer:
 
     def __init__(self, ink: Ink) -> None:
         self.ink = ink
+        self._markdown = EdgeMarkdown()
         self._console = Console(
             force_terminal=True,
             color_system="truecolor",
@@ -143,7 +157,7 @@ class BlockRenderer:
             return self._code(block, width)
         if (prose := prose_lines(block.text, width)) is not None:
             return [[Segment(line, self.ink.text)] for line in prose]
-        return self._trim(self._lines(EdgeMarkdown(block.text, hyperlinks=False), width))
+        return self._trim(self._lines(self._markdown.of(block.text), width))
 
     def plain(self, text: str, width: int, style: Style) -> list[list[Segment]]:
         """Text as it is, wrapped; cut at the width where wrapping at words would take seconds."""

@@ -25,7 +25,7 @@ from textual.strip import Strip
 
 from edgellm.tui.blocks import Block, BlockSplitter, split_blocks
 from edgellm.tui.markdown import BlockRenderer, Ink
-from edgellm.tui.paint import is_clear, paint
+from edgellm.tui.paint import bar_rows, is_clear, paint
 
 GUTTER: Final = 2
 MAX_WIDTH: Final = 100
@@ -169,11 +169,9 @@ class Transcript(ScrollView, can_focus=True):
 
     def _paint(self, changed_from: int, keep: int) -> bool:
         """The end of the text straight onto the terminal, where nothing is in the way."""
-        n_before = self._n_painted
-        self._n_painted = 0
-        if n_before >= BAR_EVERY or not self._width or not is_clear(self):
+        if not self._width or not is_clear(self):
+            self._n_painted = 0
             return False
-        self._n_painted = n_before + 1
         total = self._count_lines(keep)
         top = max(total - self.size.height, 0)
         if top != self.scroll_offset.y:
@@ -181,8 +179,11 @@ class Transcript(ScrollView, can_focus=True):
         self.set_reactive(Transcript.virtual_size, Size(self.size.width, total))
         self.set_reactive(Transcript.scroll_y, top)
         self.set_reactive(Transcript.scroll_target_y, top)
-        first = max(changed_from - top, 0)
-        paint(self, first, [self._row(y)[0] for y in range(first, self.size.height)])
+        is_bar_due = self._n_painted % BAR_EVERY == 0
+        self._n_painted += 1
+        bar = [bar_rows(self.vertical_scrollbar, total, top)] if is_bar_due else []
+        first = max(changed_from, top)
+        paint(self, first - top, self._rows(first, top + self.size.height), *bar)
         return True
 
     def finish(self, *, facts: str = "", note: str = "") -> None:
@@ -417,25 +418,26 @@ class Transcript(ScrollView, can_focus=True):
         return self._chunks[self._first + index], y - (self._ends[index - 1] if index else 0)
 
     def render_line(self, y: int) -> Strip:
-        strip, at = self._row(y)
+        at = self.scroll_offset.y + y
+        (strip,) = self._rows(at, at + 1)
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(at)) is not None:
             strip = self._marked(strip, span)
         return strip.apply_offsets(0, at)
 
-    def _row(self, y: int) -> tuple[Strip, int]:
-        """What stands in a row of the widget, and which line of the window that is."""
-        at = self.scroll_offset.y + y
-        chunk, row = self._at(at)
-        width = self.size.width
-        if chunk is None:
-            return Strip.blank(width, self._base_style()), at
-        is_selected = chunk.turn is self.selected_turn()
-        strip = chunk.strips.get((row, is_selected))
-        if strip is None or strip.cell_length != width:
-            strip = self._strip(chunk, row, is_selected, width)
-            chunk.strips[row, is_selected] = strip
-        return strip, at
+    def _rows(self, first: int, end: int) -> list[Strip]:
+        """These lines of the window as they stand on the screen; blank ones below its last."""
+        width, selected = self.size.width, self.selected_turn()
+        strips: list[Strip] = []
+        for index in range(bisect_right(self._ends, first), len(self._ends)):
+            chunk, begins = self._chunks[self._first + index], self._ends[index - 1] if index else 0
+            rows = range(max(first, begins), min(self._ends[index], end))
+            is_selected = chunk.turn is selected
+            strips += [self._strip(chunk, at - begins, is_selected, width) for at in rows]
+            if self._ends[index] >= end:
+                return strips
+        blank = Strip.blank(width, self._base_style())
+        return strips + [blank] * (end - first - len(strips))
 
     def _base_style(self) -> Style:
         """Textual adds it up from every ancestor, each time: a sixth of a frame."""
@@ -444,6 +446,13 @@ class Transcript(ScrollView, can_focus=True):
         return self._base
 
     def _strip(self, chunk: Chunk, row: int, is_selected: bool, width: int) -> Strip:
+        strip = chunk.strips.get((row, is_selected))
+        if strip is None or strip.cell_length != width:
+            strip = self._make_strip(chunk, row, is_selected, width)
+            chunk.strips[row, is_selected] = strip
+        return strip
+
+    def _make_strip(self, chunk: Chunk, row: int, is_selected: bool, width: int) -> Strip:
         ink = self._render_with().ink
         lines = self._lines(chunk)
         bar = "┃ " if is_selected else ("│ " if chunk.kind != "gap" else "  ")

@@ -6,12 +6,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
+from textual.geometry import Region
 from textual.strip import Strip
 
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.composer import Composer
 from edgellm.tui.demo import DemoServices
-from edgellm.tui.paint import Rows, is_clear
+from edgellm.tui.paint import Rows, bar_rows, is_clear
 from edgellm.tui.screens.chat import ChatScreen
 from tests.tui.driving import settle
 
@@ -55,7 +56,7 @@ async def test_what_was_painted_is_what_would_be_rendered(
     services.token_s = 0.01
     painted: dict[int, str] = {}
 
-    def paint(widget: Any, first: int, strips: list[Strip]) -> None:
+    def paint(widget: Any, first: int, strips: list[Strip], *others: Rows) -> None:
         widget._styles_cache.clear()
         for y, strip in enumerate(strips, first):
             painted[y] = strip.text
@@ -72,3 +73,39 @@ async def test_what_was_painted_is_what_would_be_rendered(
         bar = transcript.vertical_scrollbar
         await settle(pilot, lambda: bar.position == transcript.scroll_y > 0)
         assert bar.window_virtual_size == transcript.virtual_size.height
+
+
+async def test_a_painted_scroll_bar_looks_as_the_bar_itself(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    services.token_s = 0.001
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await streaming(pilot, app)
+        await settle(pilot, lambda: screen._live is None)
+        transcript = screen.transcript
+        bar = transcript.vertical_scrollbar
+        await settle(pilot, lambda: bar.position == transcript.scroll_y > 0)
+        n_lines = transcript.virtual_size.height
+        painted = bar_rows(bar, n_lines, round(transcript.scroll_y)).render_segments(app.console)
+        region = Region(0, 0, *bar.size)
+        rendered = Rows(bar.region.x, bar.region.y, bar.render_lines(region))
+        assert painted == rendered.render_segments(app.console)
+        assert painted != bar_rows(bar, n_lines, 0).render_segments(app.console)
+
+
+async def test_frames_come_with_text_and_never_between(
+    app: EdgeApp, services: DemoServices, monkeypatch: Any
+) -> None:
+    services.token_s = 0.2
+    frames: list[str] = []
+    show = ChatScreen._show_frame
+    monkeypatch.setattr(ChatScreen, "_show_frame", lambda self: frames.append("") or show(self))
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("enter")
+        await settle(pilot, lambda: isinstance(app.focused, Composer) and app.endpoint)
+        app.screen.query_one(Composer).insert("hello")
+        await pilot.press("enter")
+        await settle(pilot, lambda: getattr(app.screen, "_live", None) is not None)
+        live = app.screen._live
+        await settle(pilot, lambda: live.n_tokens >= 5)
+        assert 0 < len(frames) <= live.n_tokens
