@@ -73,6 +73,9 @@ def plan(
     settings = config.load(plan_flags.settings()).settings
     request = runtime.plan_request(settings, fixed=fixed)
     devices = runtime.plan_devices(settings)
+    if settings.plan.worker:
+        for note in devices.notes:  # a worker that does not answer is not in the plan
+            print(f"warning: {note}", file=sys.stderr)
     shape = model_shape(library.find_header(model, settings, devices))
     if engine == "vllm":
         as_run = model_of(shape, weights or _original(model), fp8=fp8)

@@ -117,3 +117,10 @@ def test_a_plan_of_a_local_file_loads_no_engine_and_no_http(model: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0
     assert not HEAVY & set(done.stderr.split())
+
+
+def test_a_worker_that_does_not_answer_is_said(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--worker", "127.0.0.1:1", "--ram", "32GiB"]) == 0
+    assert "warning: the worker 127.0.0.1:1 cannot be reached" in capsys.readouterr().err
