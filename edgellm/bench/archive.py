@@ -17,6 +17,7 @@ from edgellm.paths import state_dir
 _DIGITS: Final = 18  # of a number that SQLite can hold
 
 _VERSION: Final = 1
+_NONE: Final = {"last": "no run is kept yet", "last-1": "no run before the last one is kept"}
 _SCHEMA: Final = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -136,7 +137,8 @@ class Archive:
         with self.open() as db:
             row = self._find(db, ref)
         if row is None:
-            raise ConfigError(f"no run {ref!r}", hint="edgellm bench ls")
+            said = _NONE.get(ref, f"no run {ref!r}")
+            raise ConfigError(said, hint="edgellm bench ls; edgellm bench MODEL makes one")
         return int(row[0]), str(row[1]), bytes(row[2])
 
     def _find(self, db: sqlite3.Connection, ref: str) -> Any:

@@ -25,13 +25,13 @@ class PlanFlags:
     ctx: Annotated[int | None, Parameter(group=_PLAN)] = None
     """Cells of context (a cell holds one token), for all sequences together."""
     parallel: Annotated[int | None, Parameter(group=_PLAN)] = None
-    """Sequences at once."""
+    """Sequences (conversations) at once; edgellm serve takes 8 by default."""
     objective: Annotated[Literal["speed", "context"] | None, Parameter(group=_PLAN)] = None
     """Prefer speed, or the longest context."""
     vram: Annotated[list[str] | None, Parameter(group=_PLAN, consume_multiple=False)] = None
     """Plan for a card with this much free memory (6GiB); repeat it for several cards."""
     ram: Annotated[str | None, Parameter(group=_PLAN)] = None
-    """Plan for this much free RAM."""
+    """Plan for this much free RAM (16GiB)."""
     worker: Annotated[list[str] | None, Parameter(group=_PLAN, consume_multiple=False)] = None
     """HOST:PORT of a machine that runs edgellm worker; repeat it for several."""
     backend: Annotated[
@@ -39,7 +39,7 @@ class PlanFlags:
     ] = None
     """Plan for this backend; cpu leaves the GPU out."""
     margin: Annotated[str | None, Parameter(group=_PLAN)] = None
-    """Memory kept free on each card."""
+    """Memory kept free on each card (512MiB); 0 keeps none."""
     overhead: Annotated[str | None, Parameter(group=_PLAN)] = None
     """Memory a card takes outside llama.cpp's buffers."""
     min_ctx: Annotated[int | None, Parameter(group=_PLAN)] = None
@@ -61,7 +61,7 @@ class PlanFlags:
     batch: Annotated[int | None, Parameter(group=_PARAMETERS)] = None
     """Tokens one decode call takes."""
     ubatch: Annotated[int | None, Parameter(group=_PARAMETERS)] = None
-    """Tokens computed at once."""
+    """Tokens of a prompt computed at once; fewer take less memory."""
     outputs: Annotated[int | None, Parameter(group=_PARAMETERS)] = None
     """Rows of logits reserved a step."""
     flash_attn: Annotated[Literal["on", "off", "auto"] | None, Parameter(group=_PARAMETERS)] = None

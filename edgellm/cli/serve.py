@@ -148,7 +148,8 @@ def serve(
 
     One model is loaded at once; of several each is loaded when it is first asked for, and those
     that were not used longest go when another needs the memory. SIGTERM or Ctrl-C lets running
-    requests finish, then ends with exit code 0.
+    requests finish, then ends with exit code 0. `edgellm config` prints what a flag is when it is
+    not given.
 
     Examples, one a line:
 

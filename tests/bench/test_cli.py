@@ -67,7 +67,8 @@ def test_a_run_need_not_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "starter", "-s", "nonesuch"], "no scenario"),
         (["bench", "starter", "--objective", "fast"], "an objective reads"),
         (["bench", "show", "99"], "no run '99'"),
-        (["bench", "diff"], "no run 'last-1'"),
+        (["bench", "diff"], "no run before the last one is kept"),
+        (["bench", "show"], "no run is kept yet"),
         (["eval", "kl", "starter"], "configurations needed"),
     ],
 )
