@@ -59,7 +59,7 @@ GOALS: dict[str, list[Goal]] = {
         ("shared", None, "ttft_p50_s", "llama-server", 0.15, False),
         ("shared", None, "ttft_p99_s", "llama-server", 0.2, False),
         ("long", None, "worst_over_calm", None, 3.0, False),
-        ("interactive", None, "ttft_over_idle", None, 2.0, False),
+        ("interactive", None, "ttft_over_fair", None, 1.0, False),
     ],
     "cpu": [
         *(("distinct", n, "output_tps", "llama-server", 1.0, True) for n in (1, 4, 8)),
@@ -67,7 +67,7 @@ GOALS: dict[str, list[Goal]] = {
         ("shared", None, "ttft_p50_s", "llama-server", 0.5, False),
         ("shared", None, "ttft_p99_s", "llama-server", 0.1, False),
         ("long", None, "worst_over_calm", None, 4.0, False),
-        ("interactive", None, "ttft_over_idle", None, 2.0, False),
+        ("interactive", None, "ttft_over_fair", None, 1.0, False),
     ],
 }
 

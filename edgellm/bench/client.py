@@ -149,6 +149,7 @@ class _Exchange(asyncio.Protocol):
 
     def __init__(self, payload: bytes, disconnect_after: int | None) -> None:
         self._payload = payload
+        self._n_so_far = 0
         self._disconnect_after = disconnect_after
         self._head = b""
         self._body: _Body | None = None
@@ -252,10 +253,19 @@ class _Exchange(asyncio.Protocol):
             return
         self._take(event)
         if event.text or event.token_ids:
-            reply.arrivals.append(Arrival(now, event.text, len(event.token_ids) or None))
+            reply.arrivals.append(Arrival(now, event.text, self._tokens_of(event)))
         after = self._disconnect_after
         if after is not None and len(reply.arrivals) >= after:
             self.leave()
+
+    def _tokens_of(self, event: Event) -> int | None:
+        """How many tokens the event stands for, text that was held back before it included."""
+        if event.token_ids:
+            return len(event.token_ids)
+        if event.n_so_far is None or event.n_so_far <= self._n_so_far:
+            return None
+        n, self._n_so_far = event.n_so_far - self._n_so_far, event.n_so_far
+        return n
 
     def _take(self, event: Event) -> None:
         """Counts that come in every event are running ones: the last says the most."""

@@ -22,6 +22,9 @@ from edgellm.bench.stats import phase_metrics
 from edgellm.bench.target import Target, engine_stats
 from edgellm.metrics import percentile
 
+CHUNK_WORDS: Final = 400
+"""About 500 tokens: what a server reads in one go."""
+
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much work a contest asks for. Words in, tokens out."""
@@ -97,7 +100,10 @@ async def long_prompt(heat: Heat) -> Figures:
         leave = asyncio.get_running_loop().create_future()
         # Made before anything runs: words for 8k tokens would hold up the reading of the streams.
         intruder = _job(heat, "intruder", sizes.long_words, 8)
-        streams = _streams(heat, "running", sizes.n_running, sizes.running_tokens)
+        n, n_tokens = sizes.n_running, sizes.running_tokens
+        # A token may have no text to show until the next one comes (a part of a character): what
+        # came together is counted as the tokens it was.
+        streams = _streams(heat, "running", n, n_tokens, counts_along=True)
         running = [asyncio.create_task(driver.send(job, leave=leave)) for job in streams]
         await asyncio.sleep(sizes.settle_s)
         await _first_tokens(driver, sizes.n_running, running)
@@ -140,9 +146,13 @@ async def disconnects(heat: Heat) -> Figures:
 
 
 async def interactive(heat: Heat) -> Figures:
-    """A few urgent short requests among a pile of batch work; beside an idle server's TTFT."""
+    """A few urgent short requests among a pile of batch work; beside an idle server's TTFT.
+
+    Fair is twice that and the one chunk of a prompt that may be under way when they come.
+    """
     sizes = heat.sizes
     idle = await _phase(heat, lambda d: _one_by_one(d, _urgent(heat, "idle", 3)))
+    chunk = await _phase(heat, lambda d: _one_by_one(d, _chunks(heat)))
 
     async def load(driver: Driver) -> None:
         leave = asyncio.get_running_loop().create_future()
@@ -161,6 +171,9 @@ async def interactive(heat: Heat) -> Figures:
     if idle_ttft and "ttft_max_s" in figures:
         figures["idle_ttft_s"] = idle_ttft
         figures["ttft_over_idle"] = figures["ttft_max_s"] / idle_ttft
+        if chunk_ttft := phase_metrics(chunk).get("ttft_p50_s"):
+            figures["chunk_ttft_s"] = chunk_ttft
+            figures["ttft_over_fair"] = figures["ttft_max_s"] / (2 * idle_ttft + chunk_ttft)
     return figures
 
 
@@ -251,6 +264,7 @@ def _job(
     *,
     priority: str | None = None,
     disconnect_after: int | None = None,
+    counts_along: bool = False,
     index: int = 0,
 ) -> Job:
     rng = random.Random(f"{heat.seed}/{group}/{index}")
@@ -262,14 +276,37 @@ def _job(
         group=group,
         priority=priority,
         disconnect_after=disconnect_after,
+        counts_along=counts_along,
     )
 
 
 def _streams(
-    heat: Heat, group: str, n: int, max_tokens: int, *, priority: str | None = None
+    heat: Heat,
+    group: str,
+    n: int,
+    max_tokens: int,
+    *,
+    priority: str | None = None,
+    counts_along: bool = False,
 ) -> list[Job]:
     n_words = heat.sizes.prompt_words
-    return [_job(heat, group, n_words, max_tokens, priority=priority, index=i) for i in range(n)]
+    return [
+        _job(
+            heat,
+            group,
+            n_words,
+            max_tokens,
+            priority=priority,
+            counts_along=counts_along,
+            index=i,
+        )
+        for i in range(n)
+    ]
+
+
+def _chunks(heat: Heat) -> list[Job]:
+    """Prompts of about as many tokens as servers read in one go (512)."""
+    return [_job(heat, "chunk", CHUNK_WORDS, 1, index=i) for i in range(3)]
 
 
 def _urgent(heat: Heat, group: str, n: int) -> list[Job]:
@@ -286,7 +323,7 @@ def _stalls(running: Sequence[Sample], intruder: Sample) -> Figures:
     first = intruder.token_times[0]
     before, during = [], []
     for sample in running:
-        for a, b in pairwise(sample.arrival_times):
+        for a, b in pairwise(sample.token_times):
             if b <= intruder.intended:
                 before.append(b - a)
             elif a < first:

@@ -20,6 +20,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     timings: dict[str, Any] | None = None
     error: str = ""
 
+    @property
+    def n_so_far(self) -> int | None:
+        """Output tokens up to this event, where the server counts along (usage in every chunk, or
+        llama-server's timings_per_token)."""
+        told = (
+            self.n_output if self.n_output is not None else (self.timings or {}).get("predicted_n")
+        )
+        return told if isinstance(told, int) else None
+
 
 class _Details(msgspec.Struct):
     cached_tokens: int | float | None = None

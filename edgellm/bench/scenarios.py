@@ -133,6 +133,7 @@ def make_job(
     group: str = "main",
     priority: str | None = None,
     disconnect_after: int | None = None,
+    counts_along: bool = False,
 ) -> Job:
     """One job: text goes to /v1/completions, or as a user turn to /v1/chat/completions."""
     body: dict[str, Any] = {
@@ -146,6 +147,9 @@ def make_job(
         body["ignore_eos"] = True
     if priority is not None:
         body["priority"] = priority
+    if counts_along:
+        # llama-server's and edgellm's: each chunk says how many tokens there are by now.
+        body["timings_per_token"] = True
     is_chat = scenario.is_chat or not isinstance(content, str)
     if not is_chat:
         body["prompt"] = content

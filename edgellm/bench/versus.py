@@ -39,7 +39,7 @@ KEY_FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "mixed": ("output_tps", "ttft_p50_s", "ttft_p99_s", "itl_p99_s"),
     "long": ("worst_over_calm", "worst_itl_s", "calm_itl_p50_s", "intruder_ttft_s"),
     "disconnects": ("ttft_p50_s", "ttft_p99_s", "stayer_e2e_p50_s", "whole_s"),
-    "interactive": ("ttft_p50_s", "ttft_max_s", "idle_ttft_s", "ttft_over_idle"),
+    "interactive": ("ttft_p50_s", "ttft_max_s", "idle_ttft_s", "chunk_ttft_s", "ttft_over_fair"),
 }
 OWN_TITLES: Final = {
     "worst_over_calm": "worst ITL while the long prompt is read / calm median",
@@ -49,7 +49,8 @@ OWN_TITLES: Final = {
     "stayer_e2e_p50_s": "e2e p50 of those that stayed",
     "whole_s": "the whole contest",
     "idle_ttft_s": "TTFT of an idle server",
-    "ttft_over_idle": "worst urgent TTFT / idle",
+    "chunk_ttft_s": "TTFT of a 400-word prompt, idle",
+    "ttft_over_fair": "worst urgent TTFT / (twice the idle one and a chunk)",
     "step_python_s": "schedule + deliver, a step",
 }
 

@@ -78,7 +78,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Speculation that gains less than this is paused and tried again later."""
     attach_top_k: int | None = None
     """Candidates that the GPU picks and hands to the sampler; 0: the sampler sees all logits; None:
-    64 on a GPU whose host has fewer than 4 threads to read logits with."""
+    64 where layers and cells allow it. Reading 32 rows of 128k logits that the GPU just wrote took
+    4-5 ms of a 17 ms step on an H200's host, the top-k of each on the GPU 1.3 to 2.4 ms."""
     n_plain: int = 8
     """Sequences beside the attached ones that keep all logits."""
     sample_threads: int | None = None

@@ -58,6 +58,8 @@ class Answer:
     n_cached: int = 0
     chat: bool = False
     token_ids: bool = False
+    counts_along: bool = False
+    """Each chunk has llama-server's timings.predicted_n."""
     has_done: bool = True
     retry_after: str | None = None
     """With another status than 200."""
@@ -184,7 +186,10 @@ class _Connection:
             if i == answer.error_after:
                 self.event({"error": {"message": "decode failed", "code": 500}})
                 return
-            held += as_event(self._chunk(answer, "word " * n, None, n))
+            data = self._chunk(answer, "word " * n, None, n)
+            if answer.counts_along:
+                data["timings"] = {"predicted_n": sum(n for _, n in events[: i + 1])}
+            held += as_event(data)
             if (i + 1) % answer.together == 0 or i + 1 == len(events):
                 self.write(held)
                 held = b""

@@ -77,6 +77,20 @@ def test_the_long_prompt_contest_sees_how_long_streams_stood_still() -> None:
     assert figures["intruder_ttft_s"] == pytest.approx(0.6)
 
 
+def test_a_token_without_text_is_no_stall_of_the_long_prompt_contest() -> None:
+    """Every eighth token comes with the next one, and the server counts along."""
+
+    def holding(i: int, body: dict[str, Any]) -> Answer:
+        if body["max_tokens"] == 8:
+            return Answer(ttft=0.6, gaps=(0.01,) * 7)
+        assert body["timings_per_token"]
+        sizes = ([1] * 6 + [2]) * 150
+        return Answer(ttft=0.1, gaps=(0.01,) * (sum(sizes) - 1), per_event=sizes, counts_along=True)
+
+    figures = simulate(SimServer(holding), lambda: CONTESTS["long"](heat()))
+    assert figures["worst_over_calm"] == pytest.approx(1, rel=0.01)
+
+
 def test_half_of_the_clients_of_the_disconnect_contest_leave() -> None:
     server = SimServer(answer)
     simulate(server, lambda: CONTESTS["disconnects"](heat()))
@@ -90,8 +104,10 @@ def test_the_interactive_contest_compares_with_an_idle_server() -> None:
     sizes = msgspec.structs.replace(SMALL, n_batch=6, batch_tokens=256)
     figures = simulate(server, lambda: CONTESTS["interactive"](heat(sizes=sizes)))
     assert figures["idle_ttft_s"] == pytest.approx(0.1)
-    assert figures["ttft_over_idle"] == pytest.approx((2.65 - 1.5 + 0.1) / 0.1)
-    assert {b.get("priority") for b in server.requests} == {"interactive", "batch"}
+    worst = 2.65 - 1.5 + 0.1
+    assert figures["ttft_over_idle"] == pytest.approx(worst / 0.1)
+    assert figures["ttft_over_fair"] == pytest.approx(worst / (2 * 0.1 + 0.1))
+    assert {b.get("priority") for b in server.requests} == {"interactive", "batch", None}
 
 
 def test_prompts_differ_between_rounds() -> None:

@@ -218,6 +218,18 @@ def test_a_few_tokens_held_back_do_not_bend_the_other_gaps() -> None:
         assert m[f"itl_p{p}_s"] == pytest.approx(0.02, rel=0.02)
 
 
+def test_a_server_that_counts_along_says_which_event_held_what() -> None:
+    """A token without text of its own came between: nobody stood still."""
+    told = [(0.1, 1), (0.2, 2), (0.4, 4), (0.5, 5)]
+    events = [
+        (at, as_event(chat(content="long") | {"timings": {"predicted_n": n}})) for at, n in told
+    ]
+    raw = [(0.05, HEAD), *events, (0.5, stream(chat("stop"), usage(5)) + DONE + END)]
+    sample = sampled(*raw)
+    assert sample.token_times == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert len(sample.arrival_times) == 4
+
+
 def test_tokens_held_back_go_where_the_text_is() -> None:
     assert share_out(12, [*"abcdefgh", "bbbbbb", "dddd"]) == [*[1] * 8, 2, 2]
     assert share_out(12, [*"abcdefghi", "€€€"]) == [*[1] * 9, 3]

@@ -14,9 +14,6 @@ from edgellm.planner.plan import Plan
 
 ATTACHED_TOP_K: Final = 64
 MAX_SAMPLE_THREADS: Final = 8
-FAST_READERS: Final = 4
-"""Threads from which on reading all logits here is quicker than a top-k of each row there. On an
-H200, 32 rows of 128k: 0.7 ms by eight threads, 1.3 ms in the step and 0.3 ms after it."""
 
 
 def is_on_gpu(plan: Plan) -> bool:
@@ -57,8 +54,7 @@ def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str) -> int:
         return 0
     if options.attach_top_k is not None:
         return options.attach_top_k
-    is_slow_here = sample_threads(plan, options) < FAST_READERS
-    return ATTACHED_TOP_K if is_on_gpu(plan) and is_slow_here else 0
+    return ATTACHED_TOP_K if is_on_gpu(plan) else 0
 
 
 def n_outputs(plan: Plan, options: EngineOptions, n_seq: int) -> int:

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 import numpy as np
 
 from edgellm.engine.backend import Allowed, Limits
-from edgellm.engine.candidates import Highest, highest, joined, within
-from edgellm.engine.llama.attached import Attached
+from edgellm.engine.candidates import highest
+from edgellm.engine.llama.attached import CANDIDATE, Attached
 from edgellm.engine.llama.batch import Batch
-from edgellm.engine.llama.chains import Chains
 from edgellm.engine.llama.library import lib
 from edgellm.engine.llama.samplers import Sampler, make_chain
 from edgellm.engine.llama.vocab import Vocab
-from edgellm.engine.team import Team
 from edgellm.errors import EngineError
 from edgellm.request import TokenLogprob, TopLogprob
 
-SHARE_BYTES: Final = 1 << 20
-"""Logits a thread reads at least: waking one costs as much as half of them."""
+MIN_SHARE: Final = 8
+"""Rows given to a thread at least: waking one costs as much as a few rows."""
 
 
 class Rows:
@@ -38,15 +36,15 @@ class Rows:
         self._batch = batch
         self._vocab = vocab
         self._greedy = make_chain([lib.llama_sampler_init_greedy()])
-        self._chains = Chains()
         top_k = limits.attached_top_k
-        self._attached = Attached(ctx, vocab.n, top_k, self._chains) if top_k else None
-        self._team = Team(n_threads, "engine-sample")
-        self._least = max(1, SHARE_BYTES // (4 * vocab.n))
+        self._attached = Attached(ctx, vocab.n, top_k, limits.n_outputs_max) if top_k else None
+        self._n_threads = n_threads
+        self._pool = ThreadPoolExecutor(n_threads, "engine-sample") if n_threads > 1 else None
 
     def close(self) -> None:
-        """Give the threads and the chains back."""
-        self._team.close()
+        """Give the threads and the greedy chain back."""
+        if self._pool is not None:
+            self._pool.shutdown()
         lib.llama_sampler_free(self._greedy)
 
     # -- choosing ----------------------------------------------------------------------------
@@ -54,13 +52,23 @@ class Rows:
     def sample(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
         """One token a row."""
         out = [0] * len(rows)
-        groups = _grouped(samplers)
-        if groups.attached:
-            groups.chained.extend(self._sample_attached(rows, samplers, groups.attached, out))
-        if groups.greedy or groups.filtered or groups.deep:
-            self._sample_filtered(rows, samplers, groups, out)
-        if groups.chained:
-            self._sample_chains(rows, samplers, groups.chained, out)
+        attached: list[int] = []
+        greedy: list[int] = []
+        filtered: list[int] = []
+        chained: list[int] = []
+        for i, sampler in enumerate(samplers):
+            if sampler.attached:
+                attached.append(i)
+            elif sampler.chain is None:
+                greedy.append(i)
+            else:
+                (filtered if sampler.needed or sampler.depth else chained).append(i)
+        if attached:
+            chained += self._sample_attached(rows, samplers, attached, out)
+        if greedy or filtered:
+            self._sample_filtered(rows, samplers, greedy, filtered, out)
+        if chained:
+            self._sample_chains(rows, samplers, chained, out)
         return out
 
     def _sample_attached(
@@ -75,65 +83,54 @@ class Rows:
             return which
         which.sort(key=rows.__getitem__)
         some = [rows[i] for i in which]
-        tokens = self._attached.sample(some, self._places(some), [samplers[i] for i in which])
+        places = self._batch.places
+        at = some if places is None else [places[row] for row in some]
+        tokens = self._attached.sample(some, at, [samplers[i] for i in which])
         if tokens is None:
             return which
         for i, token in zip(which, tokens, strict=True):
             out[i] = token
         return []
 
-    def _places(self, rows: Sequence[int]) -> Sequence[int]:
-        """The rows' places among the step's outputs."""
-        places = self._batch.places
-        return rows if places is None else [places[row] for row in rows]
-
     def _sample_filtered(
-        self, rows: Sequence[int], samplers: Sequence[Sampler], groups: _Groups, out: list[int]
+        self,
+        rows: Sequence[int],
+        samplers: Sequence[Sampler],
+        greedy: list[int],
+        filtered: list[int],
+        out: list[int],
     ) -> None:
-        """Rows that their highest logits decide: these are read by all threads, a share of rows
-        each; the chains, of a few microseconds, are called here."""
-        logits, at = self._matrix(), self._places(rows)
+        """Rows that their highest logits decide: found in parallel, a share of rows a thread."""
+        logits = self._matrix()
+        places = self._batch.places
+        at = rows if places is None else [places[row] for row in rows]
 
-        def argmax(part: list[int]) -> Any:
-            return _pick(logits, [at[i] for i in part]).argmax(1)
+        def argmax(part: list[int]) -> None:
+            for i, token in zip(part, _pick(logits, [at[i] for i in part]).argmax(1), strict=True):
+                out[i] = int(token)
 
-        def best(part: list[int]) -> Highest:
-            needed = max(samplers[i].needed for i in part)
-            return highest(_pick(logits, [at[i] for i in part]), needed)
+        def choose(part: list[int]) -> None:
+            some = _pick(logits, [at[i] for i in part])
+            for i, token in zip(part, _filter([samplers[i] for i in part], some), strict=True):
+                out[i] = token
 
-        def deep(part: list[int]) -> Highest:
-            depth = max(samplers[i].depth for i in part)
-            return within(_pick(logits, [at[i] for i in part]), depth + 0.01)
-
-        wanted = ((argmax, groups.greedy), (best, groups.filtered), (deep, groups.deep))
-        jobs = [(read, part) for read, group in wanted for part in self._shares(group)]
-        found = self._at_once(jobs)
-        n_greedy = sum(read is argmax for read, _ in jobs)
-        which = [i for _, part in jobs for i in part]
-        tokens = [token for some in found[:n_greedy] for token in some.tolist()]
-        if n_greedy < len(jobs):
-            rest = [samplers[i] for i in which[len(tokens) :]]
-            tokens += self._chains.choose(joined(found[n_greedy:]), rest)
-        for i, token in zip(which, tokens, strict=True):
-            out[i] = token
+        jobs: list[tuple[Callable[[list[int]], None], list[int]]]
+        jobs = [(argmax, part) for part in self._shares(greedy)]
+        jobs += [(choose, part) for part in self._shares(filtered)]
+        others = [self._pool.submit(f, part) for f, part in jobs[1:]] if self._pool else []
+        for f, part in jobs[:1] if self._pool else jobs:
+            f(part)
+        for other in others:
+            other.result()
 
     def _shares(self, which: list[int]) -> list[list[int]]:
         """Consecutive rows for each thread."""
-        n = max(self._least, -(-len(which) // self._team.size))
+        n = max(MIN_SHARE, -(-len(which) // self._n_threads))
         return [which[i : i + n] for i in range(0, len(which), n)]
-
-    def _at_once(self, jobs: Sequence[tuple[Callable[[list[int]], Any], list[int]]]) -> list[Any]:
-        """Each job's result; as many at a time as there are threads."""
-        calls = [partial(read, part) for read, part in jobs]
-        out: list[Any] = []
-        for i in range(0, len(calls), self._team.size):
-            out += self._team.run(calls[i : i + self._team.size])
-        return out
 
     def _sample_chains(
         self, rows: Sequence[int], samplers: Sequence[Sampler], which: list[int], out: list[int]
     ) -> None:
-        """Rows that only the whole chain over all logits decides."""
         ctx, call, greedy = self._ctx, lib.llama_sampler_sample, self._greedy
 
         def run(part: Sequence[int]) -> None:
@@ -143,11 +140,17 @@ class Rows:
 
         # K candidates take microseconds; all logits take long enough to share them out.
         wide = [i for i in which if not samplers[i].attached]
+        if self._pool is None or len(wide) < 2:
+            run(which)
+            return
+        lib.llama_get_logits(ctx)  # puts the rows in order once, before threads read them
+        n = min(self._n_threads, len(wide))
+        shares = [wide[k::n] for k in range(n)]
+        others = [self._pool.submit(run, share) for share in shares[1:]]
+        run(shares[0])
         run([i for i in which if samplers[i].attached])
-        if wide:
-            lib.llama_get_logits(ctx)  # puts the rows in order once, before threads read them
-            n = min(self._team.size, len(wide))
-            self._team.run([partial(run, wide[k::n]) for k in range(n)])
+        for other in others:
+            other.result()
 
     def sample_allowed(self, row: int, sampler: Sampler, allowed: Allowed) -> int:
         """One token of a row, out of what is allowed."""
@@ -155,8 +158,10 @@ class Rows:
         ids = self._allowed_ids(allowed)
         if not len(ids):
             raise EngineError("the grammar allows no token")
+        candidates = np.empty(len(ids), CANDIDATE)
+        candidates["id"], candidates["logit"] = ids, logits[ids]
         chain = self._greedy if sampler.chain is None else sampler.chain
-        return self._chains.choose_one(chain, ids, logits[ids])
+        return _apply(lib.llama_token_data_array(), chain, candidates.ctypes.data, len(ids))
 
     def _allowed_ids(self, allowed: Allowed) -> Any:
         if isinstance(allowed, tuple):
@@ -205,30 +210,18 @@ class Rows:
         return TokenLogprob(token, piece(token), float(logits[token]) - total, best)
 
 
-class _Groups(NamedTuple):
-    """Places among the rows, by what decides them."""
-
-    attached: list[int]
-    greedy: list[int]
-    filtered: list[int]
-    deep: list[int]
-    chained: list[int]
-
-
-def _grouped(samplers: Sequence[Sampler]) -> _Groups:
-    groups = _Groups([], [], [], [], [])
-    for i, sampler in enumerate(samplers):
-        if sampler.attached:
-            groups.attached.append(i)
-        elif sampler.chain is None:
-            groups.greedy.append(i)
-        elif sampler.depth:
-            groups.deep.append(i)
-        elif sampler.needed:
-            groups.filtered.append(i)
-        else:
-            groups.chained.append(i)
-    return groups
+def _filter(samplers: Sequence[Sampler], logits: Any) -> list[int]:
+    """Chains applied to each row's highest logits alone."""
+    needed = max(1, *(sampler.needed for sampler in samplers))
+    out = []
+    for sampler, row, best in zip(samplers, logits, highest(logits, needed), strict=True):
+        deep = bool(sampler.depth)
+        ids = np.flatnonzero(row >= row.max() - (sampler.depth + 0.01)) if deep else best
+        candidates = np.empty(len(ids), CANDIDATE)
+        candidates["id"], candidates["logit"] = ids, row[ids]
+        data = lib.llama_token_data_array()
+        out.append(_apply(data, sampler.chain, candidates.ctypes.data, len(ids)))
+    return out
 
 
 def _pick(matrix: Any, which: list[int]) -> Any:
@@ -237,3 +230,15 @@ def _pick(matrix: Any, which: list[int]) -> Any:
     if which == list(range(first, first + n)):
         return matrix[first : first + n]
     return matrix[which]
+
+
+def _apply(data: Any, chain: Any, address: int, n: int) -> int:
+    """What a chain chooses of ``n`` candidates at an address; the chain remembers it."""
+    if not n:
+        raise EngineError("nothing to choose from: the model's logits are not numbers")
+    data.data = ctypes.cast(address, lib.llama_token_data_p)
+    data.size, data.selected, data.sorted = n, -1, False
+    lib.llama_sampler_apply(chain, ctypes.byref(data))
+    token = int(data.data[data.selected].id)
+    lib.llama_sampler_accept(chain, token)
+    return token
