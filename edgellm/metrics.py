@@ -1,6 +1,6 @@
 """TTFT, ITL, TPOT, queue time and throughput: what they mean and how they are computed, once.
 
-Every time is seconds of a monotonic clock; every rate is tokens a second. DESIGN's words:
+Every time is seconds of a monotonic clock; every rate is tokens a second. The words:
 TTFT runs from arrival to the first token, queue included; ITL is one gap between tokens; TPOT is
 (end - first token) / (n_output - 1); prefill and decode have a rate each.
 """

@@ -1,4 +1,4 @@
-# brew install --formula ./packaging/homebrew/edgellm.rb
+# There is no release yet, hence --HEAD:  brew install --HEAD --formula ./packaging/homebrew/edgellm.rb
 class Edgellm < Formula
   include Language::Python::Virtualenv
 
