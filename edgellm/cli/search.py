@@ -81,6 +81,8 @@ def search(
     known = [entry for entry in entries() if _matches(entry, words)]
     if not json:
         _print_known(known)
+        if sys.stderr.isatty():
+            print("asking the hub ...", file=sys.stderr, flush=True)
     try:
         results, offline = _asked(" ".join(words), limit, settings, devices), None
     except DownloadError as error:

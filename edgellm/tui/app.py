@@ -24,6 +24,7 @@ from textual.reactive import reactive
 from edgellm.errors import (
     ContextOverflowError,
     DoesNotFitError,
+    DownloadError,
     EdgeLLMError,
     EngineDeadError,
     InvalidRequestError,
@@ -59,6 +60,7 @@ SEVERITY: Final[tuple[tuple[type[EdgeLLMError], str, str], ...]] = (
     (ContextOverflowError, "Too long for the context", "warning"),
     (QueueFullError, "Busy", "warning"),
     (InvalidRequestError, "Not accepted", "warning"),
+    (DownloadError, "The network", "error"),
     (StoreError, "Storage", "error"),
     (ServerLostError, "The server is gone", "error"),
     (EdgeLLMError, "Something failed", "error"),

@@ -375,9 +375,11 @@ async def test_the_engine_is_closed_when_the_program_ends(
 
 
 def test_every_error_has_a_notification() -> None:
-    from edgellm.errors import EdgeLLMError
+    from edgellm.errors import DownloadError, EdgeLLMError
 
     assert SEVERITY[-1][0] is EdgeLLMError
+    title = next(title for kind, title, _ in SEVERITY if issubclass(DownloadError, kind))
+    assert title == "The network"  # not "Storage": the disk is well
 
 
 def test_sizes_and_verdicts_without_a_header() -> None:
