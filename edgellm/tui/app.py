@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, TypeVar
 
-from textual import work
+from textual import events, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.reactive import reactive
@@ -33,6 +33,7 @@ from edgellm.errors import (
 )
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.tui import hangup
+from edgellm.tui.composer import writes
 from edgellm.tui.details import shown_name
 from edgellm.tui.downloads import Downloads, DownloadsChanged
 from edgellm.tui.palette import THEMES
@@ -131,6 +132,8 @@ class EdgeApp(App[int]):
         self._start = (model, attach, api_key)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="conversations")
         self._notes: list[EdgeLLMError] = []
+        self._typed: list[events.Key] | None = None
+        """Keys pressed since the chat was asked for; None when it has them itself."""
         self.store = self._open_store()
         for theme in THEMES:
             self.register_theme(theme)
@@ -168,7 +171,7 @@ class EdgeApp(App[int]):
             soon = asyncio.get_running_loop().call_soon_threadsafe
             hangup.watch(sys.__stdin__.fileno(), partial(soon, self.exit, hangup.EXIT_CODE))
         model, attach, api_key = self._start
-        self.switch_mode(self._first_mode(model, attach))
+        self._show_mode(self._first_mode(model, attach))
         for error in self._notes:
             self.report(error)
         if self.store.n_recovered:
@@ -236,11 +239,14 @@ class EdgeApp(App[int]):
     @work(exclusive=True, group="endpoint")
     async def open_model(self, ref: str) -> None:
         """Plan and load a model by name, then chat with it."""
+        self.loading = "planning"
         try:
             plan = await asyncio.to_thread(self.services.plan, ref, PlanRequest())
         except EdgeLLMError as error:
             self.report(error)
             return
+        finally:
+            self.loading = ""
         await self._load(plan)
 
     @work(exclusive=True, group="endpoint")
@@ -310,7 +316,27 @@ class EdgeApp(App[int]):
     def action_go(self, mode: str) -> None:
         if self.current_mode != mode and len(self.screen_stack) == 1:
             self.remember("welcomed", "yes")
-            self.switch_mode(mode)
+            self._show_mode(mode)
+
+    def _show_mode(self, mode: str) -> None:
+        self._typed = [] if mode == "chat" else None
+        self.switch_mode(mode)
+
+    async def on_event(self, event: events.Event) -> None:
+        """What is typed while the chat opens is for its message, digits and Enter too."""
+        if self._typed is not None and isinstance(event, events.Key) and writes(event):
+            self._typed.append(event)
+        else:
+            await super().on_event(event)
+
+    def key(self, binding: str, default: str) -> str:
+        """The key of a binding (by its id) as hints name it: a person may have chosen another."""
+        return self.preferred.keys.get(binding, default).split(",")[0].strip()
+
+    def take_typed(self) -> list[events.Key]:
+        """What was typed while the chat opened; from here on keys go where the focus is."""
+        typed, self._typed = self._typed or [], None
+        return typed
 
     def action_theme(self) -> None:
         self.theme = "edgellm-light" if self.current_theme.dark else "edgellm-dark"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from textual import events
 from textual.widgets import Input, OptionList
 
 from edgellm.errors import DiskFullError, StoreError
@@ -13,6 +14,7 @@ from edgellm.tui.app import EdgeApp
 from edgellm.tui.attachments import Attachments
 from edgellm.tui.composer import PASTE_LIMIT, Composer
 from edgellm.tui.demo import ANSWER, DemoServices
+from edgellm.tui.ports import Preferences
 from edgellm.tui.screens.chat import ChatScreen
 from edgellm.tui.sessions import SessionStore
 from tests.tui.driving import settle
@@ -87,6 +89,78 @@ async def test_a_message_written_while_the_model_loads_is_sent_when_it_is_ready(
         gate.set()
         await settle(pilot, lambda: is_quiet(app, 2))
         assert texts(app)[0] == "hi"
+
+
+def typed(app: EdgeApp, *keys: str) -> None:
+    """Keys as a terminal sends them: at once, whatever the program is doing."""
+    for key in keys:
+        text = key if len(key) == 1 else None
+        app.post_message(events.Key(key, "\r" if key == "enter" else text))
+
+
+async def test_what_is_typed_right_after_the_choice_is_the_message(
+    services: DemoServices,
+) -> None:
+    app = EdgeApp(services)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot, lambda: len(getattr(app.screen, "suggestions", ())) == 4)
+        typed(app, "down", "up", "enter", *"2 extra rows, xy", "backspace", "?", "enter", *"next")
+        await settle(pilot, lambda: is_quiet(app, 2))
+        assert texts(app)[0] == "2 extra rows, x?"
+        composer = app.screen.query_one(Composer)
+        assert app.focused is composer
+        assert composer.text == "next"
+
+
+async def test_arrows_and_enter_choose_in_the_order_of_typing(
+    services: DemoServices,
+) -> None:
+    app = EdgeApp(services)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot, lambda: len(getattr(app.screen, "suggestions", ())) == 4)
+        wanted = app.screen.suggestions[1].row
+        typed(app, "down", "enter", *"abc")
+        await settle(pilot, lambda: app.current_mode == "models")
+        assert wanted.ref in app.downloads.items
+
+
+async def test_a_draft_is_followed_by_what_was_typed_before_it_was_read(
+    services: DemoServices,
+) -> None:
+    before = EdgeApp(services)
+    before.store.update(before.store.create().id, draft="a draft, ")
+    before.store.close()
+    again = EdgeApp(services, model="starter")
+    async with again.run_test(size=SIZE) as pilot:
+        typed(again, *"typed")
+        await settle(pilot, lambda: getattr(again.screen, "session", None) is not None)
+        composer = again.screen.query_one(Composer)
+        await settle(pilot, lambda: "draft" in composer.text)
+        assert composer.text == "a draft, typed"
+
+
+async def test_what_is_typed_after_enter_is_the_next_message(app: EdgeApp) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        await open_chat(pilot, app)
+        typed(app, *"one", "enter", *"two")
+        await settle(pilot, lambda: is_quiet(app, 2))
+        assert texts(app)[0] == "one"
+        assert app.screen.query_one(Composer).text == "two"
+
+
+async def test_hints_name_the_keys_a_person_chose(services: DemoServices) -> None:
+    services.preferred = Preferences(
+        animations=False, keys={"composer.send": "ctrl+s", "chat.model": "ctrl+g,f8"}
+    )
+    app = EdgeApp(services)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        assert "ctrl+s sends" in screen._hint().plain
+        await pilot.press("a", "enter", "b", "ctrl+s")
+        await settle(pilot, lambda: is_quiet(app, 2))
+        assert texts(app)[0] == "a\nb"
+        app.endpoint = None
+        assert "ctrl+g chooses one" in screen._hint().plain
 
 
 async def test_what_was_said_is_there_after_a_restart(services: DemoServices) -> None:

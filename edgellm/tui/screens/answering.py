@@ -196,7 +196,8 @@ class AnsweringScreen(EdgeScreen):
             await asyncio.sleep(0.1)
         self.refresh_status()
         if endpoint is not None and endpoint.is_alive:
-            self.notify("the engine is back; r asks again", title="Started again")
+            again = self.edge.key("chat.again", "r")
+            self.notify(f"the engine is back; {again} asks again", title="Started again")
             return
         text = "The model's process is gone. What was said is saved. Load the model again?"
         if await self.app.push_screen_wait(ConfirmScreen("The engine ended", text, "Restart")):
@@ -370,7 +371,11 @@ class AnsweringScreen(EdgeScreen):
             counts.append(self._counts[key])
         return counts
 
+    def say_busy(self) -> None:
+        stop = self.edge.key("chat.escape", "Esc")
+        self.notify(f"wait for the answer, or press {stop} to stop it")
+
     def _is_busy(self) -> bool:
         if self._live is not None:
-            self.notify("wait for the answer, or press Esc to stop it")
+            self.say_busy()
         return self._live is not None

@@ -90,6 +90,7 @@ class ChatScreen(AnsweringScreen):
         self.set_class(self.size.width >= 110, "-sidebar")
         self.add_class("-blank")
         self.query_one(Composer).cursor_blink = self.edge.preferred.animations
+        self.query_one(Composer).use_keys(self.edge.preferred.keys)
         self.watch(self.app, "endpoint", self._endpoint_changed)
         self.watch(self.app, "loading", self._show_hint)
         self.set_interval(SAVE_S, self._save)
@@ -100,7 +101,9 @@ class ChatScreen(AnsweringScreen):
         self.run_worker(self.listed(), group="list", exclusive=True)
 
     def shown(self) -> None:
-        self.query_one(Composer).focus()
+        composer = self.query_one(Composer)
+        self.set_focus(composer)
+        composer.type_early(self.edge.take_typed())
 
     # -- opening conversations -------------------------------------------------------------------
 
@@ -109,7 +112,10 @@ class ChatScreen(AnsweringScreen):
         await self.listed()
         sessions = await self._disk(self.edge.store.find, limit=1)
         if sessions and self.session is None:
+            typed = self.query_one(Composer).text
             await self._open(sessions[0])
+            if typed:
+                self.query_one(Composer).insert(typed)
 
     async def listed(self) -> None:
         sidebar = self.query_one(Conversations)
@@ -123,6 +129,7 @@ class ChatScreen(AnsweringScreen):
         await self._reload()
         composer = self.query_one(Composer)
         composer.text = session.draft
+        composer.move_cursor(composer.document.end)
         composer.remember([m.content for m in self._thread if m.role == "user"])
         self.query_one(Conversations).mark(self.session)
 
@@ -167,13 +174,14 @@ class ChatScreen(AnsweringScreen):
         if not text:
             return
         if self._live is not None:
-            self.notify("wait for the answer, or press Esc to stop it")
+            self.say_busy()
             return
         if self.edge.endpoint is None and not self.edge.loading:
-            self.notify("choose a model first: ctrl+l", severity="warning")
+            choose = self.edge.key("chat.model", "ctrl+l")
+            self.notify(f"choose a model first: {choose}", severity="warning")
             return
         self._written = (event.text, attached.items)
-        self.query_one(Composer).text = ""
+        self.query_one(Composer).sent(event.raw)
         attached.show([])
         if self.edge.endpoint is None:
             self._queued = text
@@ -214,7 +222,8 @@ class ChatScreen(AnsweringScreen):
 
     def _take_back(self) -> None:
         """What could not be sent is where it was written and attached."""
-        self.query_one(Composer).text, attached = self._written
+        composer, (text, attached) = self.query_one(Composer), self._written
+        composer.text = f"{text}\n{composer.text}" if composer.text else text
         self.query_one(Attachments).show(attached)
 
     # -- the meter -------------------------------------------------------------------------------
@@ -287,7 +296,8 @@ class ChatScreen(AnsweringScreen):
         composer.text = message.content
         composer.move_cursor(composer.document.end)
         composer.focus()
-        self.notify("Enter sends it as a new branch, Esc leaves it as it was")
+        send, leave = self.edge.key("composer.send", "Enter"), self.edge.key("chat.escape", "Esc")
+        self.notify(f"{send} sends it as a new branch, {leave} leaves it as it was")
 
     @work(exclusive=True, group="open")
     async def action_branch(self, step: int) -> None:
@@ -444,7 +454,7 @@ class ChatScreen(AnsweringScreen):
         self.query_one("#hint-text", Static).update(self._hint())
 
     def _hint(self) -> Text:
-        ink, endpoint = self.app.theme_variables, self.edge.endpoint
+        ink, endpoint, key = self.app.theme_variables, self.edge.endpoint, self.edge.key
         text = Text(justify="center")
         if self.edge.loading:
             text.append(self.edge.loading, ink["primary"])
@@ -453,14 +463,19 @@ class ChatScreen(AnsweringScreen):
                 text.append(f"\n\n▸ {self._queued[:200]}", ink["secondary"])
         elif endpoint is None:
             text.append("No model is loaded.\n\n", ink["foreground"])
-            text.append("ctrl+l", f"bold {ink['primary']}").append(" chooses one\n")
-            text.append("1", f"bold {ink['primary']}").append(" shows every model")
+            text.append(key("chat.model", "ctrl+l"), f"bold {ink['primary']}").append(
+                " chooses one\n"
+            )
+            text.append(key("go.models", "1"), f"bold {ink['primary']}").append(
+                " shows every model"
+            )
         else:
             text.append(f"{endpoint.name}\n", f"bold {ink['primary']}")
             text.append(f"{endpoint.n_ctx:,} tokens of context\n\n" if endpoint.n_ctx else "\n")
             text.append("Write below. ")
-            text.append("Enter", f"bold {ink['foreground']}").append(" sends, ")
-            text.append("ctrl+j", f"bold {ink['foreground']}").append(" begins a new line.")
+            strong = f"bold {ink['foreground']}"
+            text.append(key("composer.send", "Enter"), strong).append(" sends, ")
+            text.append(key("composer.newline", "ctrl+j"), strong).append(" begins a new line.")
         return text
 
     def commands(self) -> list[Command]:

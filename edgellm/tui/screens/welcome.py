@@ -47,14 +47,6 @@ class Suggested(Message):
         self.suggestions = suggestions
 
 
-class Choices(OptionList):
-    """The list, saying in the footer what Enter does."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select", "Start", id="welcome.start")
-    ]
-
-
 class WelcomeScreen(EdgeScreen):
     """The starter is under the cursor: Enter loads it, and you can type at once."""
 
@@ -70,7 +62,12 @@ class WelcomeScreen(EdgeScreen):
     WelcomeScreen OptionList:focus { border: round $primary 60%; }
     WelcomeScreen #below { height: auto; margin-top: 1; color: $muted; }
     """
+    # Priority: what is typed after Enter is for the chat, and must not overtake it; nor may Enter
+    # overtake the arrows.
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "start", "Start", id="welcome.start", priority=True),
+        Binding("up", "move(-1)", "Up", show=False, priority=True),
+        Binding("down", "move(1)", "Down", show=False, priority=True),
         Binding("escape", "app.go('models')", "All models", id="welcome.models"),
     ]
     suggestions: reactive[list[Suggestion]] = reactive(list, always_update=True)
@@ -79,17 +76,23 @@ class WelcomeScreen(EdgeScreen):
     def body(self) -> ComposeResult:
         with Center(id="middle"), Vertical(id="box"):
             yield Static(_hello(self.app.theme_variables, None), id="hello")
-            options = Choices(id="options")
+            options = OptionList(id="options")
             options.border_title = "start with"
             yield options
-            yield Static(
-                "[b]Enter[/b] starts · [b]Esc[/b] shows every model · [b]?[/b] shows the keys",
-                id="below",
-            )
+            yield Static(self._keys(), id="below")
 
     def ready(self) -> None:
         self.query_one(OptionList).focus()
         self._suggest()
+
+    def _keys(self) -> str:
+        key = self.edge.key
+        named = {
+            key("welcome.start", "Enter"): "starts",
+            key("welcome.models", "Esc"): "shows every model",
+            key("help", "?"): "shows the keys",
+        }
+        return " · ".join(f"[b]{name}[/b] {does}" for name, does in named.items())
 
     def recolored(self) -> None:
         self.query_one("#hello", Static).update(_hello(self.app.theme_variables, self._devices))
@@ -147,6 +150,13 @@ class WelcomeScreen(EdgeScreen):
         about = "ready at once, no network" if row.is_here else f"download · {row.about}"
         table.add_row(Text(about, style=ink["muted"]), "", "", "")
         return table
+
+    def action_move(self, step: int) -> None:
+        options = self.query_one(OptionList)
+        options.action_cursor_up() if step < 0 else options.action_cursor_down()
+
+    def action_start(self) -> None:
+        self._choose(self.query_one(OptionList).highlighted)
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:
