@@ -26,7 +26,7 @@ from edgellm.planner.params import LARGE_UBATCHES, UBATCHES, base_params, kv_kin
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import DeviceLedger, PlanParams, PlanRequest, Speed
 from edgellm.planner.reasons import left_out
-from edgellm.planner.speed import Card, card, host_card, layer_reads, predict
+from edgellm.planner.speed import HOST_PART, Card, card, host_card, layer_reads, predict
 from edgellm.planner.terms import Terms, terms_of
 
 SAME: Final = 0.02
@@ -177,7 +177,7 @@ class Search:
             pick = self._pick(combinations)
             if pick is None or pick.placement is None or least_tps * pick.seconds > 1:
                 break
-            if best is not None and best.speed.decode_tps * pick.seconds > 1 - NEXT_TO_NOTHING:
+            if best is not None and best.speed.decode_tps * _enough(pick, combinations) > 1:
                 break
             choice = self._work_out(pick)
             if choice is None:
@@ -410,6 +410,7 @@ class Search:
         first = self.blocks.n_all - placement.n_gpu_layers
         host_dense, host_experts = self.times[-1]
         total = host_dense[first] + host_experts[first]
+        total += HOST_PART if 0 < first < self.blocks.n_all else 0.0
         for count, (dense, experts) in zip(placement.counts, self.times[:-1], strict=True):
             last = first + count
             total += dense[last] - dense[first]
@@ -425,6 +426,13 @@ class Search:
         used = [i for i, count in enumerate(counts) if count]
         n_vocab, n_embd = self.shape.n_vocab, self.shape.n_embd
         return sum(self.cards[i].hop(n_embd, n_vocab if i == used[-1] else 0) for i in used)
+
+
+def _enough(pick: Combination, combinations: Sequence[Combination]) -> float:
+    """Seconds a token at which ``pick`` promises next to nothing more; never further from the
+    fastest than speeds that are the same."""
+    fastest = min(c.seconds for c in combinations if c.placement is not None)
+    return min(pick.seconds / (1 - NEXT_TO_NOTHING), fastest * (1 + SAME) * (1 + 1e-9))
 
 
 def _bytes_a_token(shape: ModelShape, params: PlanParams) -> int:

@@ -1,8 +1,10 @@
 """Tokens a second, predicted from bytes and bandwidths. Pure.
 
 Decode reads every active weight and the cells in use once a token: bytes over bandwidth, device by
-device, plus a fixed cost a layer. Prefill is bound by arithmetic, and by host weights that cross
-the bus to the first card once a ubatch (op offload).
+device. On a fast card that is half of it: the rest is kernels, about two dozen a layer, each of
+which costs the same however little it reads. Prefill is bound by arithmetic, by weights that are
+read once a ubatch, and by host weights that cross the bus to the first card once a ubatch (op
+offload).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from edgellm.devices import Gpu, Host
-from edgellm.gguf.shape import ModelShape
+from edgellm.gguf.shape import LayerShape, ModelShape
 from edgellm.planner.memo import remembered
 from edgellm.planner.placement import HOST
 from edgellm.planner.plan import PlanParams, Speed
@@ -27,23 +29,46 @@ costs nothing until it is filled, does not look slower."""
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes that one token reads in a block."""
+    """Bytes that one token reads in a block, and the kernels that a card runs for it."""
 
     dense: int
     expert: int
     cache: float
+    kernels: int = 0
+    logits: int = 0
+    """Of the output layer: what is sorted for the sampler."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Seconds that no bandwidth explains, a token. The defaults are a card's, with CUDA graphs."""
+
+    layer: float = 0.0
+    kernel: float = 2e-6
+    """Launching it, filling the card and emptying it, however little it reads."""
+    step: float = 150e-6
+    """Scheduling a step, starting it and fetching what it gave."""
+    logit: float = 2e-9
+    """Sorting the candidates."""
+
+    def seconds(self, reads: Reads) -> float:
+        step = self.step + self.logit * reads.logits if reads.logits else 0.0
+        return self.layer + self.kernel * reads.kernels + step
+
+
+FLAT: Final = Fixed(layer=60e-6, kernel=0.0, step=0.0, logit=0.0)
+"""Of a CPU, whose threads meet after every operation, and of a device nobody knows."""
 
 
 @dataclass(frozen=True)
 class Card:
     """What a device can do: bytes a second from its memory, TFLOP/s of llama.cpp's quantised
-    products (not the card's peak), bytes a second over its bus, seconds a layer that no bandwidth
-    explains (kernel launches)."""
+    products (not the card's peak), bytes a second over its bus."""
 
     bandwidth: float
     tflops: float
     bus: float = 12 * GB
-    per_layer: float = 60e-6
+    fixed: Fixed = Fixed()
     basis: str = "table"
     latency: float = 0.0
     """Seconds to its machine and back; 0: this one."""
@@ -64,9 +89,8 @@ class Card:
 
     def seconds(self, reads: Reads) -> tuple[float, float]:
         """Seconds a token of a block: (dense and cache, experts)."""
-        return (reads.dense + reads.cache) / self.bandwidth + self.per_layer, (
-            reads.expert / self.bandwidth
-        )
+        dense = (reads.dense + reads.cache) / self.bandwidth + self.fixed.seconds(reads)
+        return dense, reads.expert / self.bandwidth
 
 
 _PINNED: Final = 0.8
@@ -79,6 +103,18 @@ OFFLOAD_BATCH: Final = 32
 
 _EFFICIENCY: Final = 0.75
 """Share of the nominal bandwidth that quantised matrix-vector products reach."""
+_MOST_UNPACKED: Final = 2100 * GB
+"""They unpack no more than this a second, whatever the memory could give: the same layers with
+twice the bytes (Qwen3 4B and 8B on an H200) take 1.0 ms longer, not 0.6."""
+
+HOST_PART: Final = 0.2e-3
+"""Seconds a token that crossing to layers on the host costs, however few, beside their bytes: what
+45 measured placements with a part on the host are nearest to."""
+
+_LAUNCH: Final = 2.5
+"""A kernel of a prompt takes this many times one of a captured graph: no graph fits its shapes."""
+_EXPERT_TFLOPS: Final = 0.37
+"""Share of a card's arithmetic that experts reach: each sees a few dozen tokens of a ubatch."""
 
 _CARDS: Final = (
     # name pattern, GB/s, TFLOP/s of quantised products, bus GB/s
@@ -171,12 +207,17 @@ def card(gpu: Gpu) -> Card:
         return _remote_card(gpu)
     for pattern, bandwidth, tflops, bus in _CARDS:
         if re.search(pattern, gpu.name, re.IGNORECASE):
-            return Card(bandwidth * GB * _EFFICIENCY, tflops, bus * GB)
+            return Card(_reached(bandwidth), tflops, bus * GB)
     if gpu.integrated:
         return Card(HOST_BANDWIDTH, 2, HOST_BANDWIDTH, basis="unknown device")
     gib = gpu.total / 2**30
     _, bandwidth, tflops = next(row for row in _UNKNOWN_BY_SIZE if gib >= row[0])
-    return Card(bandwidth * GB * _EFFICIENCY, tflops, basis="unknown device")
+    return Card(_reached(bandwidth), tflops, basis="unknown device")
+
+
+def _reached(bandwidth: float) -> float:
+    """Bytes a second of quantised weights, of a memory of so many GB/s."""
+    return min(bandwidth * GB * _EFFICIENCY, _MOST_UNPACKED)
 
 
 def _remote_card(gpu: Gpu) -> Card:
@@ -189,6 +230,7 @@ def _remote_card(gpu: Gpu) -> Card:
         bandwidth,
         bandwidth * per_byte / 1e12,
         bus=link,
+        fixed=FLAT,
         basis="measured" if gpu.bandwidth else "unknown device",
         latency=max(gpu.link_latency_s, 1e-6),
         link=link,
@@ -199,7 +241,7 @@ def host_card(host: Host, measured: float | None = None) -> Card:
     """The CPU: its memory's bandwidth (as measured, else typical), about 0.05 TFLOP/s a core."""
     cores = max(host.n_physical, 1)
     bandwidth = min(measured or HOST_BANDWIDTH, CORE_BANDWIDTH * cores)
-    return Card(bandwidth, 0.05 * cores, per_layer=60e-6)
+    return Card(bandwidth, 0.05 * cores, fixed=FLAT)
 
 
 def active_bytes(shape: ModelShape, il: int) -> tuple[int, int]:
@@ -211,6 +253,22 @@ def active_bytes(shape: ModelShape, il: int) -> tuple[int, int]:
         used = layer.n_expert_used or shape.n_expert_used or shape.n_expert
         expert = expert * used // shape.n_expert
     return dense, expert
+
+
+_MIXING: Final = 5
+"""What a block runs besides its tensors: positions turned into K and Q, K and V kept, attention and
+putting its parts together. A recurrent block has about as many steps."""
+
+
+def kernels(layer: LayerShape) -> int:
+    """Kernels a card runs for a block and token: one a tensor, one more a matrix (the input is
+    quantised first), and what mixes tokens. Counted from the header, so that it costs nothing."""
+    matrices = sum(1 for t in layer.tensors if len(t.dims) > 1 and not t.name.endswith(".bias"))
+    return len(layer.tensors) + matrices + _MIXING
+
+
+_OUTPUT_KERNELS: Final = 3
+"""The last norm, and the product with the vocabulary."""
 
 
 def output_read_bytes(shape: ModelShape) -> int:
@@ -237,12 +295,13 @@ def predict(
     waits = sum(cards[d].latency for d in _remote(layer_device, cards))
     prefill += width + waits / max(params.n_ubatch, 1)
     slowest = max(seconds, key=lambda d: seconds[d], default=HOST)
+    launches = _launch_seconds(shape, params, layer_device, cards)
     basis = next((c.basis for c in cards if c.basis != "table"), "table")
     return Speed(
         prefill_tps=1 / prefill if prefill > 0 else 0.0,
         decode_tps=1 / decode if decode > 0 else 0.0,
         basis=basis,
-        bottleneck=_bottleneck(slowest, seconds)
+        bottleneck=_bottleneck(slowest, seconds, launches.get(slowest, 0.0))
         if hops < seconds.get(slowest, 0.0)
         else f"the network ({100 * hops / decode:.0f} % of a token's time)",
     )
@@ -267,10 +326,26 @@ def rate(tps: float) -> str:
     return f"{tps:.1f}" if tps < 20 else f"{tps:,.0f}"
 
 
-def _bottleneck(slowest: int, seconds: dict[int, float]) -> str:
-    total = sum(seconds.values()) or 1.0
-    where = "host memory bandwidth" if slowest == HOST else f"GPU {slowest} memory bandwidth"
-    return f"{where} ({100 * seconds.get(slowest, 0.0) / total:.0f} % of a token's time)"
+def _bottleneck(slowest: int, seconds: dict[int, float], launches: float) -> str:
+    """Where a token's time goes; ``launches``: of a card's time, what is not reading."""
+    total, took = sum(seconds.values()) or 1.0, seconds.get(slowest, 0.0)
+    if slowest == HOST:
+        return f"host memory bandwidth ({100 * took / total:.0f} % of a token's time)"
+    reading = took - launches
+    what = "memory bandwidth" if reading >= launches else "kernel launches"
+    return f"GPU {slowest} {what} ({100 * max(reading, launches) / total:.0f} % of a token's time)"
+
+
+def _launch_seconds(
+    shape: ModelShape, params: PlanParams, layer_device: Sequence[int], cards: Sequence[Card]
+) -> dict[int, float]:
+    """The fixed part of a token's seconds on each card."""
+    seconds: dict[int, float] = {}
+    for il, where in enumerate(layer_device):
+        reads = layer_reads(shape, params, il)
+        if reads is not None and where != HOST:
+            seconds[where] = seconds.get(where, 0.0) + cards[where].fixed.seconds(reads)
+    return seconds
 
 
 def decode_seconds(
@@ -291,6 +366,8 @@ def decode_seconds(
         _, expert = (host if at == HOST else cards[at]).seconds(reads)
         seconds[where] = seconds.get(where, 0.0) + dense
         seconds[at] = seconds.get(at, 0.0) + expert
+    if HOST in layer_device and set(layer_device) != {HOST}:
+        seconds[HOST] += HOST_PART
     return seconds
 
 
@@ -301,26 +378,30 @@ def _prefill_seconds(
     cards: Sequence[Card],
     host: Card,
 ) -> float:
-    """Seconds a prompt token: arithmetic, and host weights that go to the first card once a
-    ubatch (ggml_backend_sched_backend_id_from_cur and its copies in ggml-backend.cpp)."""
+    """Seconds a prompt token: arithmetic, and once a ubatch a card's kernels, its weights, and
+    host weights that go to the first card (ggml_backend_sched_backend_id_from_cur and its copies
+    in ggml-backend.cpp)."""
     n_ubatch = max(params.n_ubatch, 1)
     offloads = bool(cards) and not cards[0].is_remote and n_ubatch >= OFFLOAD_BATCH
-    arithmetic = moved = 0.0
+    arithmetic = moved = once = 0.0
     for il, where in enumerate(layer_device[:-1]):
         reads = layer_reads(shape, params, il)
         if reads is None:
             continue
         at = HOST if il < params.n_cpu_moe else where
         touched = _touched_share(shape, il, n_ubatch) * shape.layers[il].expert_bytes
-        for active, whole, place in (
-            (reads.dense, float(reads.dense), where),
-            (reads.expert, touched, at),
+        for active, whole, place, share in (
+            (reads.dense, float(reads.dense), where, 1.0),
+            (reads.expert, touched, at, 1.0 if at == HOST else _EXPERT_TFLOPS),
         ):
             doing = (cards[0] if offloads else host) if place == HOST else cards[place]
-            arithmetic += _flops(active) / (doing.tflops * 1e12)
+            arithmetic += _flops(active) / (doing.tflops * 1e12 * share)
             moved += whole if place == HOST and offloads else 0.0
+            once += whole / doing.bandwidth if place != HOST else 0.0
+        once += reads.kernels * _LAUNCH * cards[where].fixed.kernel if where != HOST else 0.0
     arithmetic += _output_seconds(shape, params, layer_device, cards, host)
-    return arithmetic + (moved / copy_bandwidth(params, cards[0]) / n_ubatch if moved else 0.0)
+    once += moved / copy_bandwidth(params, cards[0]) if moved else 0.0
+    return arithmetic + once / n_ubatch
 
 
 def _output_seconds(
@@ -355,18 +436,22 @@ def _touched_share(shape: ModelShape, il: int, n_tokens: int) -> float:
 def layer_reads(shape: ModelShape, params: PlanParams, il: int) -> Reads | None:
     """What a token reads in block ``il`` (the output layer is the last); None: not in the graph."""
     if il == shape.n_layer_all:
-        return Reads(output_read_bytes(shape), 0, 0.0)
+        n_logits = max(shape.n_vocab, 1)
+        return Reads(output_read_bytes(shape), 0, 0.0, _OUTPUT_KERNELS, n_logits)
     layer = shape.layers[il]
     if layer.is_nextn:
         return None
-    weights: tuple[int, int] = remembered(shape, ("active", il), lambda: active_bytes(shape, il))
-    dense, expert = weights
+    known: tuple[int, int, int] = remembered(
+        shape, ("active", il), lambda: (*active_bytes(shape, il), kernels(layer))
+    )
+    dense, expert, n_kernels = known
     depth = min(params.n_ctx_seq or params.n_ctx, DEPTH, shape.n_swa if layer.is_swa else DEPTH)
     width = 0
     if layer.has_kv:
         # a quantised cache is unpacked as it is read: no faster than f16
         width = row_bytes("f16", layer.k_width) + row_bytes("f16", layer.v_width)
-    return Reads(dense, expert, depth * width + 8.0 * (layer.r_width + layer.s_width))
+    cache = depth * width + 8.0 * (layer.r_width + layer.s_width)
+    return Reads(dense, expert, cache, n_kernels)
 
 
 def _flops(n_bytes: float) -> float:
