@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import shutil
 import socket
 import subprocess
@@ -32,18 +31,17 @@ import msgspec
 import synthetic
 from ballast import emulated_card
 from fitted import read_fit
+from timing import N_OUTPUT, N_PROMPT, fill, loaded, no_second_try, one_stream, prompt
 
 from edgellm import devices
 from edgellm.devices import Devices
-from edgellm.engine.client import Engine, OnProgress
-from edgellm.engine.info import EngineOptions, LoadProgress
-from edgellm.errors import EdgeLLMError, EngineError
+from edgellm.engine.client import OnProgress
+from edgellm.errors import EdgeLLMError
 from edgellm.gguf.reader import read_gguf
 from edgellm.gguf.shape import ModelShape, model_shape
 from edgellm.planner import observed
 from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import LoadReport, Plan, PlanRequest
-from edgellm.request import Request, SamplingParams, TokenEvent
 from edgellm.units import GiB, MiB
 
 PAIRS = (
@@ -59,8 +57,6 @@ PAIRS = (
     (16, "qwen3-30b-a3b"),
     (24, "qwen3-30b-a3b"),
 )
-N_PROMPT, N_OUTPUT = 512, 128
-FILLERS = 4
 
 
 @dataclass(frozen=True)
@@ -75,71 +71,23 @@ class Trial:
     error: str = ""
 
 
-def prompt(n: int, n_vocab: int, seed: int) -> tuple[int, ...]:
-    """Random ordinary tokens: real work for every expert and no shared prefix."""
-    rng = random.Random(seed)
-    return tuple(rng.randrange(1000, min(n_vocab, 30000)) for _ in range(n))
-
-
-async def answer(engine: Engine, tokens: tuple[int, ...], n_output: int, name: str) -> TokenEvent:
-    request = Request(
-        id=name,
-        prompt=tokens,
-        sampling=SamplingParams(max_tokens=n_output, ignore_eos=True, seed=1),
-        cache_prompt=False,
-    )
-    last: TokenEvent | None = None
-    async for event in engine.generate(request):
-        last = event
-    if last is None or last.timings is None:
-        raise RuntimeError(f"{name} ended without timings")
-    return last
-
-
-async def fill(engine: Engine) -> None:
-    """Bring several sequences to the end of the context together."""
-    room = engine.info.n_ctx // FILLERS - 8
-    n_output = min(32, room // 2)
-    jobs = [
-        answer(engine, prompt(room - n_output, engine.info.n_vocab, i), n_output, f"fill-{i}")
-        for i in range(FILLERS)
-    ]
-    await asyncio.gather(*jobs)
-
-
-def no_second_try(progress: LoadProgress) -> None:
-    """A trial that steps down the ladder is no trial of what it was asked for."""
-    if progress.stage == "fallback":
-        raise EngineError(f"out of memory ({progress.message})")
-
-
 async def time_plan(
     plan: Plan, name: str, *, filled: bool, on_progress: OnProgress | None = None
 ) -> tuple[Trial, dict[str, Any]]:
     """Load, time one stream (the better of two), and fill the context when asked."""
-    options = EngineOptions(restart=False)
-    engine = await Engine.load(plan, options=options, on_progress=on_progress)
-    try:
-        events = [
-            await answer(
-                engine, prompt(N_PROMPT, engine.info.n_vocab, 90 + i), N_OUTPUT, f"one-{i}"
-            )
-            for i in range(2)
-        ]
+    async with loaded(plan, on_progress) as engine:
+        timed = await one_stream(engine)
         if filled:
             await fill(engine)
         report = msgspec.to_builtins(engine.report)
         used = msgspec.structs.asdict(engine.plan.params)
-    finally:
-        await engine.close()
-    timings = [event.timings for event in events if event.timings is not None]
     detail = f"ub {used['n_ubatch']} kv {used['type_k']} cpu-moe {used['n_cpu_moe']}" + "".join(
         f"; {step}" for step in report["fallbacks"]
     )
     trial = Trial(
         name,
-        max(t.decode_tps or 0 for t in timings),
-        max(t.prefill_tps or 0 for t in timings),
+        timed.decode_tps,
+        timed.prefill_tps,
         used["n_gpu_layers"],
         detail,
     )
@@ -300,9 +248,8 @@ async def later_load(
     if expected.params == plan.params:
         return None
     for _ in range(observed.TRUSTED - 1):
-        engine = await Engine.load(plan, options=EngineOptions(restart=False))
-        seen = observed.merged(seen, observed.observe(plan, engine.report))
-        await engine.close()
+        async with loaded(plan) as engine:
+            seen = observed.merged(seen, observed.observe(plan, engine.report))
     learned = make_plan(shape, devices.probe(), msgspec.structs.replace(request, observed=seen))
     try:
         trial, _ = await time_plan(learned, f"edgellm, load {observed.TRUSTED + 1}", filled=True)

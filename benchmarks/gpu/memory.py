@@ -96,15 +96,18 @@ def run_one(case: Case) -> dict[str, Any]:
     from edgellm.planner.plan import PlanRequest
 
     request = PlanRequest(fixed=True, force=True, **case.request)
-    plan = make_plan(model_shape(read_gguf(case.path)), devices.probe(), request)
+    found = devices.probe()
+    plan = make_plan(model_shape(read_gguf(case.path)), found, request)
     options = EngineOptions()
     pynvml.nvmlInit()
-    before = used_by_device(pynvml)
+    # The driver's list knows nothing of CUDA_VISIBLE_DEVICES: its card 0 may be another.
+    card = pynvml.nvmlDeviceGetHandleByUUID(found.gpus[0].uuid)
+    before = used_by_device(pynvml, card)
     began = time.monotonic()
     backend = llama.load(plan, options, lambda _: None)
     load_s = time.monotonic() - began
-    after = used_by_device(pynvml)
-    own = used_by_this_process(pynvml)
+    after = used_by_device(pynvml, card)
+    own = used_by_this_process(pynvml, card)
     report = backend.report
     backend.close()
     dry = llama.dry_run(plan, options)
@@ -126,15 +129,14 @@ def asdict_struct(value: Any) -> dict[str, Any]:
     return dict(msgspec.to_builtins(value))
 
 
-def used_by_device(nvml: Any) -> int:
-    return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
+def used_by_device(nvml: Any, card: Any) -> int:
+    return int(nvml.nvmlDeviceGetMemoryInfo(card).used)
 
 
-def used_by_this_process(nvml: Any) -> int | None:
+def used_by_this_process(nvml: Any, card: Any) -> int | None:
     import os
 
-    handle = nvml.nvmlDeviceGetHandleByIndex(0)
-    for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(card):
         if process.pid == os.getpid() and process.usedGpuMemory:
             return int(process.usedGpuMemory)
     return None

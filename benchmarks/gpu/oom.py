@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ballast import CudaError, emulated_card
-from cards import answer, prompt, wait_healthy
+from cards import wait_healthy
+from timing import answer, prompt
 
 from edgellm import devices
 from edgellm.engine.client import Engine

@@ -28,18 +28,10 @@ from typing import Any
 import msgspec
 import pairs_report
 import synthetic
-from cards import (
-    N_OUTPUT,
-    answer,
-    completion,
-    fill,
-    fixed_plan,
-    llama_server,
-    no_second_try,
-    prompt,
-)
+from cards import completion, fixed_plan, llama_server
 from fitted import read_fit
 from machines import Cards, Loopback, Machine, words
+from timing import N_PROMPT, fill, loaded, no_second_try, one_stream, prompt
 
 from edgellm.devices import Devices
 from edgellm.engine.client import Engine, OnProgress
@@ -60,9 +52,10 @@ PAIRS = (
     "16+8:gemma-3-12b@32768,8+4:qwen3-30b-a3b@4096"
 )
 N_SEQ = 4
-N_PROMPT, N_LONG = 512, 2048
+N_LONG = 2048
 TRIAL_S = 20.0
 """What a trial is taken to last until one of its model was timed."""
+OPTIONS = EngineOptions(restart=False, load_timeout_s=120)
 FAILURES = (EdgeLLMError, RuntimeError, OSError, asyncio.TimeoutError, ValueError)
 
 
@@ -310,21 +303,11 @@ class Race:
         before = self.machine.processes()
         is_own = trial.name in ("edgellm", "reversed", pairs_report.AGAIN)
         on_progress: OnProgress | None = None if is_own else no_second_try
-        options = EngineOptions(restart=False, load_timeout_s=120)
-        engine = await Engine.load(plan, options=options, on_progress=on_progress)
-        try:
-            n_vocab, report = engine.info.n_vocab, engine.report
+        async with loaded(plan, on_progress, OPTIONS) as engine:
+            report = engine.report
             trial.fallbacks = report.fallbacks
-            short = [
-                await answer(engine, prompt(N_PROMPT, n_vocab, 90 + j), N_OUTPUT, f"short-{j}")
-                for j in range(2)
-            ]
-            long = [
-                await answer(engine, prompt(long_prompt(pair), n_vocab, 80 + j), 1, f"long-{j}")
-                for j in range(2)
-            ]
-            trial.decode_tps = max(e.timings.decode_tps or 0 for e in short if e.timings)
-            trial.prefill_tps = max(e.timings.prefill_tps or 0 for e in long if e.timings)
+            timed = await one_stream(engine, long_prompt(pair))
+            trial.decode_tps, trial.prefill_tps = timed.decode_tps, timed.prefill_tps
             trial.text = await greedy(engine)
             if filled:  # after the timing: the cells of a full cache are all read in every step
                 await fill(engine)
@@ -334,8 +317,6 @@ class Race:
             trial.elsewhere = sum(n for uuid, n in grown.items() if uuid not in used)
             if not report.fallbacks and trial.name == "edgellm":
                 self.seen = observed.merged(self.seen, observed.observe(plan, report, time.time()))
-        finally:
-            await engine.close()
 
     # -- what is kept
 
@@ -459,8 +440,7 @@ async def greedy(engine: Engine) -> str:
 async def outcome(plan: Plan, replan: Any) -> str:
     """What loading a plan came to whose devices have changed."""
     try:
-        options = EngineOptions(restart=False, load_timeout_s=120)
-        engine = await asyncio.wait_for(Engine.load(plan, options=options, replan=replan), 120)
+        engine = await asyncio.wait_for(Engine.load(plan, options=OPTIONS, replan=replan), 120)
     except FAILURES as error:
         return f"error: {words(error)}"
     try:

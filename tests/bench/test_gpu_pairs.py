@@ -215,7 +215,7 @@ async def run_race(
         return tuple((i * (seed + 3)) % (n_vocab - 40) + 20 for i in range(n))
 
     monkeypatch.setattr(pairs.Engine, "load", scripted)
-    for where in (pairs, module("cards")):
+    for where in (pairs, module("timing")):
         monkeypatch.setattr(where, "prompt", few_words)
     arguments = argparse.Namespace(
         out=out, folder=out, pairs=pairs_text, limit_s=limit_s, llama_server="", vocab=[]
