@@ -504,6 +504,25 @@ async def test_the_model_can_be_switched_in_mid_conversation(
         assert [m["content"] for m in asked] == ["a", ANSWER, "b"]
 
 
+async def test_another_model_chosen_in_mid_answer_ends_it_and_nothing_else(
+    app: EdgeApp, services: DemoServices
+) -> None:
+    services.token_s = 0.02
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("a", "enter")
+        await settle(pilot, lambda: screen._live is not None and screen._live.n_tokens > 2)
+        app.open_model(next(r.ref for r in services.local_models() if "Qwen3-4B" in r.name))
+        await settle(pilot, lambda: is_quiet(app, 2))
+        await settle(pilot, lambda: app.endpoint is not None and "Qwen3-4B" in app.endpoint.name)
+        (answer,) = (m for m in screen._thread if m.role == "assistant")
+        assert (answer.state, answer.note) == ("stopped", "stopped: another model was chosen")
+        assert ANSWER.startswith(answer.content)
+        assert answer.content
+        assert app.screen is screen
+        assert not app._notifications
+
+
 async def test_leaving_in_mid_answer_keeps_the_words_without_a_traceback(
     app: EdgeApp, services: DemoServices
 ) -> None:

@@ -175,12 +175,18 @@ class AnsweringScreen(EdgeScreen):
             await self._finish(live, "stopped", "stopped")
             raise
         except EdgeLLMError as error:
-            state, note = "error", error.message.splitlines()[0]
-            self.edge.report(error)
-            self._maybe_dead(error)
+            state, note = self._failed(endpoint, error)
         if live.last is not None and live.last.finish == "length":
             note = "the answer reached its limit of tokens"
         await self._finish(live, state, note)
+
+    def _failed(self, endpoint: Endpoint, error: EdgeLLMError) -> tuple[str, str]:
+        """The state and the note of an answer that an error ended."""
+        if self.edge.endpoint is not endpoint:
+            return "stopped", "stopped: another model was chosen"
+        self.edge.report(error)
+        self._maybe_dead(error)
+        return "error", error.message.splitlines()[0]
 
     def _maybe_dead(self, error: EdgeLLMError) -> None:
         self.refresh_status()
