@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 from cyclopts import _convert as cyclopts_convert
 
 from edgellm import __version__
@@ -142,7 +143,18 @@ def _check_command(first: str) -> None:
 
 def _usage_error(error: CycloptsError) -> errors.UsageError:
     chain = getattr(error, "command_chain", None) or ()
-    return errors.UsageError(str(error), hint=" ".join(("edgellm", *chain, "--help")))
+    return errors.UsageError(_in_our_words(error), hint=" ".join(("edgellm", *chain, "--help")))
+
+
+def _in_our_words(error: CycloptsError) -> str:
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"nothing here takes {' '.join(error.unused_tokens)!r}"
+    lacks = re.fullmatch(r'(?:Command ".+" p|P)arameter (\S+) requires an argument\.', str(error))
+    if lacks is None:
+        return str(error)
+    if getattr(error, "keyword", None) is not None:
+        return f"{lacks[1]} needs a value"
+    return f"{lacks[1].lstrip('-').upper()} is missing"
 
 
 def _open_closed_streams() -> None:

@@ -24,7 +24,7 @@ from edgellm.planner.fit import make_plan
 from edgellm.planner.plan import Plan, PlanRequest
 from edgellm.planner.types import KV_BLOCK
 from edgellm.store import catalog
-from edgellm.units import parse_bytes
+from edgellm.units import MiB, parse_bytes
 from edgellm.workers import Pool, as_gpus
 
 if TYPE_CHECKING:  # planning a model, most of what commands do, needs none of the engine
@@ -189,9 +189,13 @@ def replanner(pool: Pool, request: PlanRequest) -> Replan:
 
 def vram_of(plan: PlanSettings) -> list[int]:
     try:
-        return [parse_bytes(size) for size in plan.vram]
+        sizes = [parse_bytes(size) for size in plan.vram]
     except ValueError as error:
         raise ConfigError(f"plan.vram: {error}", hint="edgellm plan MODEL --vram 6GiB") from error
+    for size in sizes:
+        if 0 < size < MiB:
+            raise ConfigError(f"plan.vram: a card of {size} bytes", hint=f"--vram {size}GiB")
+    return sizes
 
 
 def backend_of(plan: PlanSettings) -> str | None:

@@ -310,3 +310,20 @@ def test_a_measurement_that_cannot_be_kept_is_shown_all_the_same(
     with cli_errors.kept_if_possible():
         raise error
     assert capsys.readouterr().err == "edgellm: warning: this run is not kept: disk is full\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config", "get", "plan.ctx"], "nothing here takes 'get plan.ctx'"),
+        (["plan"], "MODEL is missing"),
+        (["bench"], "TARGET is missing"),
+        (["plan", "starter", "--ctx"], "--ctx needs a value"),
+        (["plan", "starter", "--vram", "6"], "a card of 6 bytes\n  try: --vram 6GiB"),
+    ],
+)
+def test_wrong_usage_is_said_in_plain_words(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
