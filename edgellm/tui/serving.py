@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from typing import Final
 
-from edgellm.errors import EngineError
+from edgellm.errors import EngineError, QueueFullError
 from edgellm.tui.http import Http
 from edgellm.tui.ports import ServerLostError
 
@@ -78,7 +78,7 @@ async def _answers(server: ServerProcess, api_key: str | None) -> None:
             raise EngineError("the server ended at once: " + " ".join(server.tail(3)))
         try:
             await http.get("/health")
-        except (ServerLostError, EngineError):
+        except (ServerLostError, EngineError, QueueFullError):  # the last while its model loads
             await asyncio.sleep(0.2)
             continue
         return
