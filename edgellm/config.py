@@ -389,6 +389,11 @@ def write_profile(name: str, text: str) -> Path:
     return path
 
 
+def value_in_file(key: str) -> Any:
+    """What config.toml says for ``key`` itself; None when it is silent."""
+    return _file_layer(paths.config_file(), known_keys()).values.get(key)
+
+
 def set_in_file(key: str, value: str | int | float | bool | None) -> Path:
     """Set one key in config.toml (None removes it), leaving every other line as it is.
 

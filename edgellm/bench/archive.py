@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,10 @@ from edgellm.paths import state_dir
 
 _DIGITS: Final = 18  # of a number that SQLite can hold
 
+_BUSY: Final = "another process holds it: once more in a moment"
+_BROKEN: Final = "move the file away; a new one is made"
+# By SQLite's codes: BUSY, LOCKED, FULL, CORRUPT, NOTADB.
+_HINTS: Final = {5: _BUSY, 6: _BUSY, 13: "make room on that disk", 11: _BROKEN, 26: _BROKEN}
 _VERSION: Final = 1
 _NONE: Final = {"last": "no run is kept yet", "last-1": "no run before the last one is kept"}
 _SCHEMA: Final = """
@@ -71,18 +76,25 @@ class Archive:
                 self._prepare(db)
                 yield db
         except sqlite3.DatabaseError as error:
-            # SQLITE_FULL is 13; Python 3.10 does not tell.
-            is_full = getattr(error, "sqlite_errorcode", None) == 13
-            hint = "make room on that disk" if is_full else "move the file away; a new one is made"
+            # Python 3.10 does not tell.
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            hint = _HINTS.get(code, "edgellm doctor shows the folders; EDGELLM_HOME moves them")
             raise EdgeLLMError(f"{self.path}: {error}", hint=hint) from error
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version == _VERSION:
+        if self._version(db) == _VERSION:
             return
+        # Asked again under the lock: another process may have made the tables meanwhile.
+        db.execute("BEGIN IMMEDIATE")
+        if self._version(db) == 0:
+            for statement in (*_SCHEMA.split(";")[:-1], f"PRAGMA user_version={_VERSION}"):
+                db.execute(statement)
+
+    def _version(self, db: sqlite3.Connection) -> int:
+        version = int(db.execute("PRAGMA user_version").fetchone()[0])
         if version > _VERSION:
             raise EdgeLLMError(f"{self.path} is of a later version of edgellm ({version})")
-        db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={_VERSION};COMMIT;")
+        return version
 
     def add(self, run: BenchRun) -> int:
         """Keep a benchmark run; its number."""
@@ -134,6 +146,8 @@ class Archive:
 
     def document(self, ref: str) -> tuple[int, str, bytes]:
         """(number, kind, JSON) of a run by number, ``last``, ``last-1`` or label (its newest)."""
+        if not ref:
+            raise ConfigError("a run has a number or a label", hint="edgellm bench ls")
         with self.open() as db:
             row = self._find(db, ref)
         if row is None:
@@ -160,6 +174,11 @@ class Archive:
         if kind != "bench":
             raise ConfigError(f"run {number} is a {kind} run", hint="edgellm bench ls --kind bench")
         return number, msgspec.json.decode(document, type=BenchRun)
+
+
+def is_reference(text: str) -> bool:
+    """Whether ``text`` means a number or a place in the list, so that no run can be called so."""
+    return re.fullmatch(r"\d+|last(-\d+)?", text) is not None
 
 
 def headline(run: BenchRun) -> str:

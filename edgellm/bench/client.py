@@ -7,10 +7,11 @@ read, and a typed decoder that skips every field it does not need: about 6 us a 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -19,6 +20,8 @@ from edgellm.errors import ConfigError
 
 MAX_ERROR_BODY: Final = 64 * 1024
 _TIMEOUT_S: Final = 600.0
+# People paste what stands in another client's settings.
+_API_PATH: Final = re.compile(r"(/v1(/chat/completions|/completions|/models)?)?/*$")
 
 
 def clock() -> float:
@@ -37,16 +40,20 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
-        """From ``http://host:port[/base][/v1]``; raises ConfigError on another scheme."""
+        """From ``http://host:port[/base][/v1[/chat/completions]]``; raises ConfigError on
+        another scheme."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             given_port = parts.port
-        except ValueError as error:  # a port of 99999, http://[
+            (parts.hostname or "").encode("idna")
+        except ValueError as error:  # a port of 99999, http://[, http://a..b
             raise ConfigError(f"{url!r} is not an address: {error}") from error
+        if any(map(str.isspace, url)):
+            raise ConfigError(f"{url!r} is not an address: there is a space in it")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is not an http(s) address")
         tls = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix("/v1")
+        base = quote(_API_PATH.sub("", parts.path), safe="/%:@!$&'()*+,;=~")
         port = given_port or (443 if tls else 80)
         return cls(host=parts.hostname, port=port, tls=tls, base=base, api_key=api_key)
 
@@ -133,6 +140,8 @@ class _Body:
         out, at = [], 0
         while (line := buffer.find(b"\r\n", at)) >= 0:
             size = int(buffer[at:line].split(b";", 1)[0], 16)
+            if size < 0:
+                raise ValueError(f"a chunk of {size} bytes")
             stop = line + 2 + size
             if size == 0:
                 self.is_complete = True
@@ -223,6 +232,8 @@ class _Exchange(asyncio.Protocol):
         self._events = self.reply.status == 200 and "event-stream" in headers.get(
             "content-type", ""
         )
+        if where := headers.get("location"):
+            self.reply.message = f"it points to {where}"
         self.reply.retry_after_s = _seconds(headers.get("retry-after", ""))
         length = headers.get("content-length")
         self._body = _Body(
@@ -295,7 +306,7 @@ class _Exchange(asyncio.Protocol):
         reply = self.reply
         if reply.error is None and reply.status != 200:
             reply.error = f"http_{reply.status}"
-            reply.message = reply.body.decode(errors="replace")[:500]
+            reply.message = reply.message or reply.body.decode(errors="replace")[:500]
         elif reply.error is None and self._events and reply.finish is None and not reply.is_done:
             reply.error, reply.message = "truncated", "the stream ended without a finish reason"
 

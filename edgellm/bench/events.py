@@ -27,7 +27,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         told = (
             self.n_output if self.n_output is not None else (self.timings or {}).get("predicted_n")
         )
-        return told if isinstance(told, int) else None
+        return told if isinstance(told, int) and 0 <= told <= MAX_COUNT else None
 
 
 class _Details(msgspec.Struct):
@@ -64,6 +64,8 @@ class _Chunk(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"")
 
 
+MAX_COUNT: Final = 1 << 24
+"""More tokens than any answer or prompt has."""
 _decode_chunk: Final = msgspec.json.Decoder(_Chunk).decode
 _NOTHING: Final = (b"", b"null", b"[]", b"{}", b'""', b"false")
 
@@ -95,7 +97,8 @@ def _error_of(chunk: _Chunk) -> str | None:
 
 
 def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    """A count of tokens; what can be none (below 0, 1e308) is as good as not told."""
+    return None if value is None or not 0 <= value <= MAX_COUNT else int(value)
 
 
 def _text_of(choice: _Choice) -> str:

@@ -192,7 +192,7 @@ def _diff(before: BenchRun, after: BenchRun) -> str:
             METRICS[c.metric].title,
             format_metric(c.metric, c.before),
             format_metric(c.metric, c.after),
-            f"{c.ratio:.2f}x",
+            f"{c.ratio:.2f}x" if c.before else "-",
             words[c.is_better],
         )
         for c in compare_runs(before, after, DIFF_METRICS)

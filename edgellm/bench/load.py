@@ -137,7 +137,11 @@ class Driver:
         await asyncio.gather(*tasks)
 
     async def finish(self, begin: float, lags: list[float]) -> Phase:
-        """Every recorded request as a sample; the record is empty afterwards."""
+        """Every recorded request as a sample; the record is empty afterwards.
+
+        The wall clock runs from when the first request was due: the time before it is nobody's.
+        """
+        begin = min((due for _, due, _ in self._replies), default=begin)
         end = max((reply.end for _, _, reply in self._replies), default=clock())
         taken, self._replies = self._replies, []
         samples = [await make_sample(self.endpoint, *item) for item in taken]

@@ -6,7 +6,7 @@ import datetime
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm import config
 from edgellm.bench.archive import Archive
@@ -43,32 +43,53 @@ def write_profile(archive: Archive, name: str, text: str) -> Path:
             "INSERT INTO profiles (at, name, text, previous) VALUES (?, ?, ?, ?)",
             (_now(), name, text, previous),
         )
-    _replace(path, text)
+        # Within the transaction: what could not be written is not remembered as written.
+        _replace(path, text)
     return path
 
 
-def rollback(archive: Archive, name: str | None = None) -> tuple[str, Path, bool]:
+class Undone(NamedTuple):
+    """What a rollback did."""
+
+    name: str
+    path: Path
+    is_there: bool
+    """Whether the profile still exists: False when there was none before."""
+    kept: Path | None = None
+    """Where a text that is not tuning's own was put: a person had changed the file."""
+
+
+def rollback(archive: Archive, name: str | None = None) -> Undone:
     """Undo the newest write of a profile (the newest of all, without a name).
 
-    (name, its file, whether the file still exists). Raises ConfigError when nothing was written.
+    Raises ConfigError when nothing was written.
     """
     with archive.open() as db:
         row = db.execute(
-            "SELECT id, name, previous FROM profiles WHERE ?1 IS NULL OR name = ?1"
+            "SELECT id, name, text, previous FROM profiles WHERE ?1 IS NULL OR name = ?1"
             " ORDER BY id DESC LIMIT 1",
             (name,),
         ).fetchone()
         if row is None:
             which = f"profile {name}" if name else "any profile"
             raise ConfigError(f"tuning has not written {which}", hint="edgellm tune MODEL")
-        number, found, previous = row
+        number, found, text, previous = row
         db.execute("DELETE FROM profiles WHERE id = ?", (number,))
-    path = profile_path(str(found))
-    if previous is None:
-        path.unlink(missing_ok=True)
-    else:
-        _replace(path, str(previous))
-    return str(found), path, previous is not None
+        path = profile_path(str(found))
+        kept = _keep_edited(path, str(text))
+        if previous is None:
+            path.unlink(missing_ok=True)
+        else:
+            _replace(path, str(previous))
+    return Undone(str(found), path, previous is not None, kept)
+
+
+def _keep_edited(path: Path, written: str) -> Path | None:
+    if not path.is_file() or path.read_text(encoding="utf-8") == written:
+        return None
+    aside = path.with_suffix(".toml.edited")
+    path.replace(aside)
+    return aside
 
 
 def _replace(path: Path, text: str) -> None:

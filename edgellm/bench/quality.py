@@ -10,13 +10,14 @@ least half a piece before it.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from edgellm.bench.jsonl import read_rows
 from edgellm.engine.client import Engine
 from edgellm.errors import ConfigError
 
@@ -212,18 +213,22 @@ def read_text(path: str | None) -> str:
     """A file's text, its prompts when it is JSONL, or :func:`default_text`."""
     if path is None:
         return default_text()
+    if path.endswith(".jsonl"):
+        return "\n\n".join(_prompts(path))
     try:
-        raw = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ConfigError(f"{path}: {what}") from error
-    return "\n\n".join(_prompts(raw)) if path.endswith(".jsonl") else raw
 
 
-def _prompts(raw: str) -> Sequence[str]:
-    rows = [msgspec.json.decode(line) for line in raw.splitlines() if line.strip()]
-    texts = []
-    for row in rows:
-        turns = row.get("messages") or [{"content": row.get("prompt", "")}]
-        texts += [str(turn.get("content", "")) for turn in turns]
-    return texts
+class _Line(msgspec.Struct):
+    prompt: str = ""
+    messages: list[dict[str, Any]] = []
+
+
+def _prompts(path: str) -> Iterator[str]:
+    for _, row in read_rows(path, _Line):
+        if not row.messages:
+            yield row.prompt
+        yield from (str(turn.get("content") or "") for turn in row.messages)

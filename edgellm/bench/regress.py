@@ -12,12 +12,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from itertools import count
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
+from edgellm.bench.conform import nonconforming, schema_fault
+from edgellm.bench.jsonl import FORM, read_rows
 from edgellm.bench.variant import chat_model
 from edgellm.chat import ContentDelta, prepare_chat
 from edgellm.engine.client import Engine
@@ -40,8 +42,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A regular expression that must be found in the answer."""
     equals: str | None = None
     json_schema: dict[str, Any] | None = msgspec.field(default=None, name="schema")
-    """The answer must be JSON of this shape (type, properties, required, items, enum)."""
-    max_tokens: int = 256
+    """The answer must be JSON of this shape (bench/conform.py)."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
 
     def turns(self) -> list[dict[str, Any]]:
         """The conversation to answer."""
@@ -87,31 +89,24 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cut_a: int
     """Answers that ran into max_tokens."""
     cut_b: int
+    failed: tuple[str, ...] = ()
+    """Cases that a side could not answer at all: nothing is known of them."""
 
 
 def read_cases(path: str) -> list[Case]:
     """A JSONL file's cases; raises ConfigError with the line that is wrong."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    cases = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            cases.append(_case(path, number, line))
-    if not cases:
-        raise ConfigError(f"{path}: no prompts")
-    return cases
+    return [_checked(case, f"{path}:{number}", number) for number, case in read_rows(path, Case)]
 
 
-def _case(path: str, number: int, line: bytes) -> Case:
+def _checked(case: Case, where: str, number: int) -> Case:
     try:
-        case = msgspec.json.decode(line, type=Case)
         re.compile(case.expect or "")
-    except (msgspec.MsgspecError, re.error) as error:
-        raise ConfigError(f"{path}:{number}: {error}") from error
+    except re.error as error:
+        raise ConfigError(f"{where}: expect is no regular expression: {error}") from error
+    if case.json_schema is not None and (fault := schema_fault(case.json_schema)):
+        raise ConfigError(f"{where}: {fault}")
     if case.prompt is None and not case.messages:
-        raise ConfigError(f"{path}:{number}: neither prompt nor messages")
+        raise ConfigError(f"{where}: neither prompt nor messages", hint=FORM)
     return case if case.name else msgspec.structs.replace(case, name=f"line {number}")
 
 
@@ -178,43 +173,6 @@ def _unfenced(text: str) -> str:
     return match.group(1) if match else text
 
 
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
-
-
-def nonconforming(value: Any, schema: dict[str, Any], where: str = "$") -> str:
-    """Where and how ``value`` departs from a schema's types, properties, items and enum."""
-    kinds = schema.get("type")
-    allowed = [kinds] if isinstance(kinds, str) else list(kinds or [])
-    if allowed and not any(_is_a(value, kind) for kind in allowed):
-        return f"{where} is not {' or '.join(allowed)}"
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{where} is none of {schema['enum']}"
-    inner: list[tuple[Any, dict[str, Any], str]] = []
-    if isinstance(value, dict):
-        missing = [name for name in schema.get("required", []) if name not in value]
-        if missing:
-            return f"{where} lacks {', '.join(missing)}"
-        properties = schema.get("properties", {})
-        inner = [(value[k], s, f"{where}.{k}") for k, s in properties.items() if k in value]
-    elif isinstance(value, list) and isinstance(schema.get("items"), dict):
-        inner = [(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value)]
-    return next(filter(None, (nonconforming(*each) for each in inner)), "")
-
-
-def _is_a(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, _TYPES.get(kind, (object,)))
-
-
 def script_of(text: str) -> str:
     """The script most letters are in (latin, cyrillic, cjk ...); empty with too few letters."""
     names = Counter(unicodedata.name(ch, "?").split()[0].lower() for ch in text if ch.isalpha())
@@ -256,6 +214,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
         language_switches=tuple(r.name for r in rows if r.language),
         cut_a=sum(r.a.finish == cut for r in rows),
         cut_b=sum(r.b.finish == cut for r in rows),
+        failed=tuple(r.name for r in rows if r.a.error or r.b.error),
     )
 
 
@@ -271,11 +230,12 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 def ballots(
     cases: Sequence[Case], a: Sequence[Answer], b: Sequence[Answer], seed: str
 ) -> list[Ballot]:
-    """Questions in random order, sides at random; equal answers are not asked about."""
+    """Questions in random order, sides at random; equal answers and failures are not asked
+    about."""
     rng = random.Random(seed)
     made = []
     for case, x, y in zip(cases, a, b, strict=True):
-        if x.text == y.text:
+        if x.text == y.text or x.error or y.error:
             continue
         first_is_a = rng.random() < 0.5
         first, second = (x.text, y.text) if first_is_a else (y.text, x.text)
@@ -292,6 +252,10 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     ties: int
     same: int
     """Answers that were equal and not asked about."""
+    failed: int = 0
+    """Cases that one side could not answer: not asked about either."""
+    left: int = 0
+    """Questions that were not answered."""
 
     @property
     def p_value(self) -> float:
@@ -300,7 +264,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         if n == 0:
             return 1.0
         tail = sum(math.comb(n, i) for i in range(k, n + 1))
-        return min(1.0, 2 * tail / float(2**n))
+        return min(1.0, float(Fraction(tail, 2 ** (n - 1))))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -311,7 +275,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         """In words: who was liked better and how sure that is."""
         n = self.a + self.b
         if n == 0 and not self.ties:
-            return "all answers were equal" if self.same else "no question was answered"
+            is_equal = self.same and not self.failed and not self.left
+            return "all answers were equal" if is_equal else "no question was answered"
         if n == 0:
             return "no question was decided: people could not tell them apart"
         low, high = self.interval

@@ -169,11 +169,29 @@ def show_diff(console: Console, before: BenchRun, after: BenchRun) -> None:
     different = settings_diff(before, after)
     if different:
         console.print(_settings_table(different))
+    for warning in diff_warnings(before, after):
+        console.print(Text(f"! {warning}", style="yellow"))
     changes = compare_runs(before, after, DIFF_METRICS)
     if not changes:
         console.print("the two runs have no level in common")
         return
     console.print(_changes_table(changes))
+
+
+def diff_warnings(before: BenchRun, after: BenchRun) -> list[str]:
+    """Why two runs should not be held against one another, or not with confidence."""
+    out = []
+    if before.config.scenario != after.config.scenario:
+        names = before.config.scenario.name, after.config.scenario.name
+        what = f"{names[0]} and {names[1]}" if names[0] != names[1] else f"two kinds of {names[0]}"
+        out.append(f"the two runs did different work ({what}): nothing here is better or worse")
+    if before.target.model_digest != after.target.model_digest and before.target.model_digest:
+        out.append("the models are different files")
+    for name, run in (("before", before), ("after", after)):
+        if len(run.levels) and run.config.repeats == 1:
+            out.append(f"{name}: one repeat, so its spread is not known")
+        out += [f"{name}: {warning}" for warning in run.warnings]
+    return list(dict.fromkeys(out))
 
 
 def _settings_table(different: Sequence[tuple[str, str, str]]) -> Table:
@@ -199,7 +217,7 @@ def _changes_table(changes: Sequence[Change]) -> Table:
             METRICS[c.metric].title,
             format_metric(c.metric, c.before),
             format_metric(c.metric, c.after),
-            f"{c.ratio:.2f}x",
+            f"{c.ratio:.2f}x" if c.before else "-",
             Text(word, style=style),
         )
     return table

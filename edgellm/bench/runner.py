@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import psutil
@@ -25,7 +26,7 @@ from edgellm.bench.machine import (
 )
 from edgellm.bench.results import BenchConfig, BenchRun, Level, TargetRecord
 from edgellm.bench.sample import Job, Sample
-from edgellm.bench.scenarios import make_jobs
+from edgellm.bench.scenarios import Scenario, make_jobs
 from edgellm.bench.stats import (
     drift,
     errors_by_class,
@@ -56,6 +57,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 OnStage = Callable[[Stage], None]
 
 
+class _Begun(NamedTuple):
+    started: str
+    at: float
+    label: str
+    model_path: str | None
+
+
 class Runner:
     """One run of one configuration against one target."""
 
@@ -66,29 +74,47 @@ class Runner:
         self._config = config
         self._on_stage = on_stage
         self._pids = _server_pids(target)
+        self._levels: list[Level] = []
+        self._lags: list[float] = []
+        self.partial: BenchRun | None = None
+        """What an interrupted run had measured, when that is something."""
 
     async def run(self, *, label: str = "", model_path: str | None = None) -> BenchRun:
-        """Measure everything. Raises EngineError when not one request of the warm-up succeeds."""
-        started, begin = _now(), clock()
+        """Measure everything. Raises EngineError when not one request of the warm-up succeeds.
+
+        Cancelled, it leaves the repeats that had ended in ``partial``.
+        """
+        begun = _Begun(_now(), clock(), label, model_path)
         warnings = await self._warm_up()
         before = moment(self._pids)
-        levels, lags = [], []
-        for loads in self._loads():
-            level, level_lags = await self._level(*loads)
-            levels.append(level)
-            lags += level_lags
-        after = moment(self._pids)
+        try:
+            for loads in self._loads():
+                await self._level(*loads)
+        except asyncio.CancelledError:
+            if self._levels:
+                warnings.append("interrupted: this is what had been measured until then")
+                self.partial = self._document(begun, before, warnings, {})
+            raise
         # Asked again: a server that loads on first use had no measured memory to tell before.
         about = await describe_server(self._target.endpoint, self._target.model)
+        return self._document(begun, before, warnings, about)
+
+    def _document(
+        self, begun: _Begun, before: Moment, warnings: list[str], about: dict[str, Any]
+    ) -> BenchRun:
+        levels = self._levels
+        after = moment(self._pids)
         seen = conditions(before, after)
         spread = max((_spread(level) for level in levels), default=0.0)
-        warnings += safety_warnings(seen, spread=spread, lags=lags, knows_server=bool(self._pids))
+        warnings += safety_warnings(
+            seen, spread=spread, lags=self._lags, knows_server=bool(self._pids)
+        )
         return BenchRun(
-            label=label,
-            started=started,
-            took_s=clock() - begin,
+            label=begun.label,
+            started=begun.started,
+            took_s=clock() - begun.at,
             config=self._config,
-            target=self._record(after, about or self._target.about, model_path),
+            target=self._record(after, about or self._target.about, begun.model_path),
             machine=describe_machine(),
             conditions=seen,
             levels=tuple(levels),
@@ -101,9 +127,12 @@ class Runner:
         return [(concurrency, None) for concurrency in self._config.concurrency]
 
     async def _warm_up(self) -> list[str]:
-        """Rounds at the highest concurrency until two in a row agree."""
+        """Rounds at the highest concurrency until two in a row agree.
+
+        One round may fail whole (a server that is still loading, a burst of refusals).
+        """
         concurrency = 4 if self._config.rates else max(self._config.concurrency)
-        before = 0.0
+        before, n_failed = 0.0, 0
         for number in range(self._config.warmup_rounds):
             jobs = self._jobs(f"warm/{number}")
             phase = await closed_phase(
@@ -115,24 +144,31 @@ class Runner:
                 on_progress=self._watch("warm-up", number, self._config.warmup_rounds),
             )
             if not any(sample.is_ok for sample in phase.samples):
-                first = phase.samples[0]
-                raise EngineError(f"no request succeeded: {first.error}: {first.message[:300]}")
+                n_failed += 1
+                if n_failed == min(2, self._config.warmup_rounds):
+                    first = phase.samples[0]
+                    raise EngineError(f"no request succeeded: {first.error}: {first.message[:300]}")
+                continue
+            n_failed = 0
             rate = phase_metrics(phase)["output_tps"]
             if before and abs(rate / before - 1) < STEADY:
                 return []
             before = rate
         return ["the warm-up did not settle"] if self._config.warmup_rounds > 1 else []
 
-    async def _level(
-        self, concurrency: int | None, rate: float | None
-    ) -> tuple[Level, list[float]]:
+    async def _level(self, concurrency: int | None, rate: float | None) -> None:
         label = f"{concurrency} at once" if rate is None else f"{rate:g} req/s"
-        phases = []
-        for number in range(self._config.repeats):
-            watch = self._watch(label, number, self._config.repeats)
-            phases.append(await self._phase(concurrency, rate, number, watch))
-        level = summarise(phases, self._config, concurrency=concurrency, rate=rate)
-        return level, [lag for phase in phases for lag in phase.lags]
+        phases: list[Phase] = []
+        try:
+            for number in range(self._config.repeats):
+                watch = self._watch(label, number, self._config.repeats)
+                phases.append(await self._phase(concurrency, rate, number, watch))
+        finally:
+            if phases:
+                self._levels.append(
+                    summarise(phases, self._config, concurrency=concurrency, rate=rate)
+                )
+                self._lags += [lag for phase in phases for lag in phase.lags]
 
     async def _phase(
         self, concurrency: int | None, rate: float | None, number: int, watch: OnProgress
@@ -266,13 +302,22 @@ def figure_warnings(levels: Sequence[Level], config: BenchConfig) -> list[str]:
             out.append(f"{level.label}: the rate drifted by {level.drift:+.0%} within a repeat")
         if (unequal := _unequal_work(level, config)) is not None:
             out.append(f"{level.label}: {unequal}")
-        reused = level.median("cached_ratio") or 0.0
+        reused = _reused(level, config.scenario)
         if reused > 0.2 and not config.scenario.shared_words and config.scenario.file is None:
             out.append(f"{level.label}: {reused:.0%} of distinct prompts came from a cache")
     fewest = min((level.n_requests for level in levels), default=100)
     if fewest < 100:
         out.append(f"a p99 of {fewest} requests is close to their maximum: -n asks for more")
     return out
+
+
+def _reused(level: Level, scenario: Scenario) -> float:
+    """Share of the prompts' own words that came from a cache. What a chat template puts before
+    them is the same for all, and reused rightly: about the tokens that are not words."""
+    n_prompt = level.median("n_prompt_mean") or 0.0
+    own = min(n_prompt, scenario.prompt_words) if scenario.is_chat else n_prompt
+    n_cached = n_prompt * (level.median("cached_ratio") or 0.0)
+    return max(0.0, n_cached - (n_prompt - own)) / own if own else 0.0
 
 
 def _unequal_work(level: Level, config: BenchConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -10,7 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from edgellm.bench.client import Arrival, Endpoint, Reply, post_json
+from edgellm.bench.events import MAX_COUNT
 from edgellm.metrics import RequestTimings, request_timings
+
+MAX_SCATTER: Final = 0.85
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,20 +91,34 @@ def share_out(total: int, texts: Sequence[str]) -> list[int]:
     """How many of ``total`` tokens each event carried, when the server does not say.
 
     One each when the numbers agree; else a fixed number an event with a shorter last one (or a
-    single first token), as servers that batch their events send; else one each and the rest by the
-    length of the text, as when a character's bytes or a possible stop string were held back.
+    single first token), as servers that batch their events send, unless the texts' lengths speak
+    against it; else one each and the rest by the length of the text, as when a character's bytes or
+    a possible stop string were held back.
     """
     n = len(texts)
+    lengths = [len(text.encode()) for text in texts]
     for first in (0, 1):
         rest, slots = total - first, n - first
         if slots < 1 or rest < slots:
             continue
         size = -(-rest // slots)
         last = rest - size * (slots - 1)
-        if last >= 1:
+        if last >= 1 and _are_even(lengths[first : n - 1], size):
             return [first] * first + [size] * (slots - 1) + [last]
-    lengths = [len(text.encode()) for text in texts]
     return _by_length(total, lengths) if total < n else _one_and_more(total, lengths)
+
+
+def _are_even(lengths: Sequence[int], size: int) -> bool:
+    """Whether texts can be of ``size`` tokens each: their scatter is that of the tokens' own.
+
+    Tokens of one text differ in length by about 0.6 of their mean, groups of them by that over the
+    root of ``size``; groups of 1 to 5 tokens at random by about 0.6 whatever their mean size.
+    """
+    mean = sum(lengths) / len(lengths) if lengths else 0.0
+    if size == 1 or not mean:
+        return True
+    variance = sum((n - mean) ** 2 for n in lengths) / len(lengths)
+    return math.sqrt(variance * size) <= MAX_SCATTER * mean
 
 
 def _by_length(total: int, lengths: Sequence[int]) -> list[int]:
@@ -142,7 +160,7 @@ async def make_sample(endpoint: Endpoint, job: Job, intended: float, reply: Repl
         counted_by=counted_by,
         finish=reply.finish,
         error=reply.error if reply.error or times else "empty",
-        message=reply.message or (reply.body.decode(errors="replace")[:200] if not times else ""),
+        message=reply.message or ("" if times else _shown(reply.body)),
     )
     sample.timings = request_timings(
         arrival=intended,
@@ -151,8 +169,23 @@ async def make_sample(endpoint: Endpoint, job: Job, intended: float, reply: Repl
         end=end,
         n_computed=max(0, (reply.n_prompt or 0) - (reply.n_cached or 0)),
     )
+    if counts and 1 < counts[0] < n_output:
+        sample.timings = _paced(sample.timings, times[-1] - times[0], n_output - counts[0])
     _take_server_rates(sample, reply.timings)
     return sample
+
+
+def _paced(timings: RequestTimings, took: float, n_after: int) -> RequestTimings:
+    """TPOT where the first event held several tokens: they came before the clock of the others
+    began, and counting them would make it the faster the larger a server's events are.
+    """
+    if took <= 0:
+        return timings
+    return msgspec.structs.replace(timings, tpot_s=took / n_after, decode_tps=n_after / took)
+
+
+def _shown(body: bytes) -> str:
+    return body.decode(errors="replace")[:200] or "the stream held no text"
 
 
 def _per_event(arrivals: Sequence[Arrival], total: int) -> list[int]:
@@ -168,7 +201,7 @@ async def _count(endpoint: Endpoint, job: Job, reply: Reply) -> tuple[int, str]:
     if reply.n_output or (reply.n_output == 0 and not reply.arrivals):
         return reply.n_output, "usage"
     told = (reply.timings or {}).get("predicted_n")
-    if isinstance(told, int) and told:
+    if isinstance(told, int) and 0 < told <= MAX_COUNT:
         return told, "timings"
     known = [a.n_tokens for a in reply.arrivals]
     if known and all(n is not None for n in known):

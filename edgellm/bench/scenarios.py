@@ -11,10 +11,11 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
+from edgellm.bench.jsonl import FORM, read_rows
 from edgellm.bench.sample import Job
 from edgellm.errors import ConfigError
 
@@ -108,9 +109,16 @@ def make_jobs(
     scenario: Scenario, model: str, seed: str, *, shared_seed: str = "shared"
 ) -> Iterator[Job]:
     """Jobs without end. Two seeds give prompts with no common beginning but the shared one, which
-    is ``shared_seed``'s."""
+    is ``shared_seed``'s.
+
+    A file is read now, not when the first job is taken: the clock of a run stands still for it.
+    """
     if scenario.file is not None:
-        yield from cycle(_file_jobs(scenario, model))
+        return cycle(_file_jobs(scenario, model))
+    return _drawn_jobs(scenario, model, seed, shared_seed)
+
+
+def _drawn_jobs(scenario: Scenario, model: str, seed: str, shared_seed: str) -> Iterator[Job]:
     rng = random.Random(f"{seed}/{scenario.name}")
     shared = words(random.Random(shared_seed), scenario.shared_words)
     while True:
@@ -182,24 +190,16 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 
 class _Line(msgspec.Struct):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def _file_jobs(scenario: Scenario, model: str) -> list[Job]:
     jobs = []
-    path = Path(scenario.file or "")
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=_Line)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path}:{number}: {error}") from error
+    path = scenario.file or ""
+    for number, row in read_rows(path, _Line):
         content = row.messages if row.messages is not None else row.prompt
         if content is None:
-            raise ConfigError(f"{path}:{number}: neither prompt nor messages")
+            raise ConfigError(f"{path}:{number}: neither prompt nor messages", hint=FORM)
         jobs.append(make_job(scenario, model, content, row.max_tokens or scenario.max_tokens))
-    if not jobs:
-        raise ConfigError(f"{path}: no prompts")
     return jobs

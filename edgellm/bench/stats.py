@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,10 @@ from edgellm.errors import ConfigError
 from edgellm.metrics import percentile
 
 PERCENTILES: Final = (50, 90, 99)
+
+
+MAX_SECONDS: Final = 1e7
+"""Four months: longer is a slip, and overflows timers."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
             if name not in ("ttft", "tpot", "e2e"):
                 raise ConfigError(f"{part!r}: an objective reads ttft=1s,tpot=50ms,e2e=20s")
             bounds[f"{name}_s"] = parse_seconds(value)
+        if not bounds:
+            raise ConfigError("the objective is empty: it reads ttft=1s,tpot=50ms,e2e=20s")
         return cls(**bounds)
 
     def is_met(self, sample: Sample) -> bool:
@@ -96,7 +101,7 @@ def parse_seconds(text: str) -> float:
                 seconds = float(text.removesuffix(suffix) if suffix else text) * scale
             except ValueError:
                 break
-            if 0 <= seconds < math.inf:
+            if 0 <= seconds <= MAX_SECONDS:
                 return seconds
     raise ConfigError(f"{text!r} is not a time; write 50ms, 1.5s or 2m")
 

@@ -195,12 +195,7 @@ async def find_target(
     command: tuple[str, ...] = (),
 ) -> Target:
     """Ask a server for its model and configuration; raises EngineError when nobody answers."""
-    listing = await get_json(endpoint, "/v1/models", timeout_s=30.0)
-    if listing is None and model is None:
-        raise EngineError(
-            f"{endpoint.url} does not answer /v1/models", hint="start it, or name --model"
-        )
-    named = model or _first_model(listing)
+    named = model or _first_model(await _listing(endpoint))
     about = await describe_server(endpoint, named)
     return Target(
         name=name or _kind(about),
@@ -210,6 +205,19 @@ async def find_target(
         command=command,
         about=about,
     )
+
+
+async def _listing(endpoint: Endpoint) -> Any:
+    reply = await exchange(endpoint, "/v1/models", None, timeout_s=30.0)
+    what, hint = f"{endpoint.url} does not answer /v1/models", "start it, or name --model"
+    if reply.error in ("http_401", "http_403"):
+        raise EngineError(f"{what} without a key ({reply.error})", hint="--api-key KEY")
+    if reply.error is not None:
+        raise EngineError(f"{what}: {reply.error} {reply.message[:200]}".rstrip(), hint=hint)
+    try:
+        return msgspec.json.decode(reply.body)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"{what} with JSON", hint="check the address, or name --model") from error
 
 
 async def describe_server(endpoint: Endpoint, model: str) -> dict[str, Any]:

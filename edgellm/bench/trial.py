@@ -22,7 +22,7 @@ from edgellm.bench.tune import Settings, Trial, Variable, doublings
 from edgellm.devices import Devices
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import EdgeLLMError, GGUFError, ModelNotFoundError
 from edgellm.metrics import request_timings
 from edgellm.planner import observed
 from edgellm.planner.plan import LoadReport, Observation, Plan
@@ -77,11 +77,16 @@ class EngineTrials:
         """What the loads showed. Remembered only after a search: plans must not change within."""
 
     async def __call__(self, settings: Settings, number: int) -> Trial:
-        """One round; every failure of the engine is a rejected trial, never an exception."""
+        """One round; every failure of the engine is a rejected trial, never an exception.
+
+        Raises ModelNotFoundError and GGUFError: a file that went away rejects no setting.
+        """
         begin = time.monotonic()
         swapped = psutil.swap_memory().sout
         try:
             figures, reason = await self._measure(settings, number)
+        except (ModelNotFoundError, GGUFError):
+            raise
         except EdgeLLMError as error:
             figures, reason = {}, f"{type(error).__name__}: {error.message.splitlines()[0]}"
         grown = psutil.swap_memory().sout - swapped

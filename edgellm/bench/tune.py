@@ -141,10 +141,12 @@ class Journal:
 def _read_lines(path: Path) -> Iterable[Trial]:
     for line in path.read_bytes().splitlines():
         try:
-            yield msgspec.json.decode(line, type=Trial)
+            trial = msgspec.json.decode(line, type=Trial)
         except msgspec.MsgspecError:
             # A line cut by the interruption: that trial is made again.
             continue
+        if (trial.settings or trial.is_ok) and (trial.score is None or trial.score > 0):
+            yield trial
 
 
 def _end_last_line(path: Path) -> None:
@@ -342,7 +344,9 @@ class Tuner:
             if in_budget and self._spent_s >= self._limit_s:
                 raise OutOfTime
             trial = await self._measure(settings, number)
-            self._journal.add(trial)
+            # A plan that did not run (another program had the memory) is asked again next time.
+            if settings or trial.is_ok:
+                self._journal.add(trial)
         done.append(trial)
         self._spent_s += trial.took_s
         self._on_trial(trial)

@@ -94,19 +94,23 @@ def show_regression(console: Console, found: Regression, *, show_all: bool = Fal
                 console.print(Text(f"language: {row.language}", style="yellow"))
     console.rule()
     s = found.summary
+    length = f"B's answers {s.length_ratio:.2f} times as long; " if s.length_ratio else ""
     console.print(
-        f"{s.n} cases: {s.exact:.0%} equal; B's answers {s.length_ratio:.2f} times as long; "
+        f"{s.n} cases: {s.exact:.0%} equal; {length}"
         f"faults A {s.faults_a}, B {s.faults_b}; cut off A {s.cut_a}, B {s.cut_b}; "
         f"language switches {len(s.language_switches)}"
     )
     _show_names(console, "broken", s.broken, "red")
+    _show_names(console, "failed", s.failed, "red")
     _show_names(console, "mended", s.mended, "green")
 
 
 def show_tally(console: Console, a: str, b: str, tally: Tally) -> None:
     """Who is who, the votes, and what they prove."""
     console.print(f"A is {a}: {tally.a}    B is {b}: {tally.b}")
-    console.print(f"ties {tally.ties}, equal answers {tally.same}")
+    more = f", failed {tally.failed}" if tally.failed else ""
+    more += f", not asked any more {tally.left}" if tally.left else ""
+    console.print(f"ties {tally.ties}, equal answers {tally.same}{more}")
     console.print(tally.verdict(a, b))
 
 

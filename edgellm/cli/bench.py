@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
+import resource
+import shlex
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 from cyclopts import App, Parameter
@@ -17,20 +20,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from edgellm import config as config_
 from edgellm.bench import report, verdicts
-from edgellm.bench.archive import Archive
+from edgellm.bench.archive import Archive, is_reference
 from edgellm.bench.client import Endpoint
 from edgellm.bench.html import render
 from edgellm.bench.results import BenchConfig, BenchRun, compare_runs, settings_diff
 from edgellm.bench.runner import Runner, Stage
-from edgellm.bench.scenarios import scenario_from
+from edgellm.bench.scenarios import make_jobs, scenario_from
 from edgellm.bench.stats import Objective, parse_seconds
 from edgellm.bench.target import RunningServer, Target, edgellm_spec, find_target
 from edgellm.bench.tune import Result
-from edgellm.cli.errors import UsageError, kept_if_possible
+from edgellm.cli.errors import DONE, FAILED, INTERRUPTED, UsageError, kept_if_possible
 from edgellm.cli.flags import AT_LEAST_0, AT_LEAST_1
 from edgellm.cli.tune import steps_table
 from edgellm.runtime import local_path
 
+DEFAULT_CONCURRENCY: Final = "1,4,8"
 app = App(name="bench")
 
 
@@ -39,7 +43,7 @@ def bench(
     target: str,
     *,
     scenario: Annotated[str, Parameter(name=("--scenario", "-s"))] = "chat",
-    concurrency: Annotated[str, Parameter(name=("--concurrency", "-c"))] = "1,4,8",
+    concurrency: Annotated[str, Parameter(name=("--concurrency", "-c"))] = DEFAULT_CONCURRENCY,
     rate: str | None = None,
     requests: Annotated[int | None, Parameter(name=("--requests", "-n")), AT_LEAST_1] = None,
     seconds: str = "0",
@@ -112,35 +116,105 @@ def bench(
     json
         Print the whole run as JSON.
     """
+    if is_reference(label):
+        raise UsageError(
+            f"--label {label}: bench show and diff would take it for a number or a place",
+            hint="a name, such as baseline",
+        )
+    if rate is not None and concurrency != DEFAULT_CONCURRENCY:
+        raise UsageError("--concurrency and --rate exclude one another: two kinds of load")
     config = BenchConfig(
         scenario=scenario_from(
             scenario, prompt_words=prompt_words, shared_words=shared_words, max_tokens=max_tokens
         ),
         concurrency=_counts(concurrency, "--concurrency"),
-        rates=_numbers(rate, "--rate") if rate else (),
+        rates=_numbers(rate, "--rate") if rate is not None else (),
         n_requests=requests,
         seconds=parse_seconds(seconds),
         repeats=repeats,
-        objective=Objective.parse(objective) if objective else None,
+        objective=Objective.parse(objective) if objective is not None else None,
         seed=seed,
         timeout_s=parse_seconds(timeout),
     )
-    if html and not Path(html).absolute().parent.is_dir():
-        # Known before the minutes of a run, not after.
-        raise UsageError(f"--html: {Path(html).absolute().parent} is not a folder")
-    run = asyncio.run(
-        _measure(_Where(target, model, api_key, tuple(serve_args.split())), config, label)
-    )
+    _check(config, html)
+    where = _Where(target, model, api_key, _words(serve_args))
+    run, is_whole = _measured(where, config, label)
     number = None
     with kept_if_possible():
         number = Archive().add(run) if save else None
-    if html:
-        Path(html).write_text(render([(number, run)]), encoding="utf-8")
     if json:
         _print_json(run)
     else:
         _show(run, number, plot=plot)
-    return 1 if all(level.median("output_tps") is None for level in run.levels) else 0
+    if html is not None:
+        _write(Path(html), render([(number, run)]))
+    if not is_whole:
+        return INTERRUPTED
+    return FAILED if any(sum(x.errors.values()) == x.n_requests for x in run.levels) else DONE
+
+
+def _check(config: BenchConfig, html: str | None) -> None:
+    """What can be known before the minutes of a run is known before them."""
+    if config.timeout_s <= 0:
+        raise UsageError("--timeout must be above 0")
+    if html is not None:
+        _check_file("--html", Path(html))
+    if config.scenario.file is not None:
+        make_jobs(config.scenario, "", config.seed)
+    _check_sizes(config)
+
+
+def _check_sizes(config: BenchConfig) -> None:
+    """A slip of the finger must not fill the memory or meet the system's limit minutes later."""
+    words = max(config.scenario.prompt_words, config.scenario.shared_words)
+    for flag, value, most in (
+        ("--requests", config.n_requests or 0, 10_000_000),
+        ("--prompt-words, --shared-words", words, 10_000_000),
+        ("--max-tokens", config.scenario.max_tokens, 10_000_000),
+        ("--concurrency", max(config.concurrency), 10_000),
+    ):
+        if value > most:
+            raise UsageError(f"{flag}: {value} is more than {most}")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64
+    if max(config.concurrency) > most >= 0:
+        needed = max(config.concurrency) + 64
+        raise UsageError(
+            f"--concurrency {max(config.concurrency)}: a process may open {most + 64} connections "
+            "and files here",
+            hint=f"ulimit -n {needed}",
+        )
+
+
+def _check_file(flag: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{flag}: {folder} is not a folder")
+    if path.is_dir():
+        raise UsageError(f"{flag}: {path} is a folder", hint=f"a file, such as {path}/run.html")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag}: {path} cannot be written to")
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole text or, on a full disk, what stood there before."""
+    if path.exists() and not path.is_file():  # a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _words(serve_args: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(serve_args))
+    except ValueError as error:
+        raise UsageError(f"--serve-args {serve_args!r}: {error}") from error
 
 
 @app.command
@@ -237,6 +311,8 @@ def export(
     format
         json or html, when the file's ending does not say.
     """
+    if out is not None:
+        _check_file("--out", Path(out))
     archive = Archive()
     chosen = [archive.run(ref) for ref in runs or ("last",)]
     is_html = format == "html" or (format is None and (out or "").endswith((".html", ".htm")))
@@ -244,7 +320,7 @@ def export(
     if out is None:
         print(text)
         return
-    Path(out).write_text(text, encoding="utf-8")
+    _write(Path(out), text)
     print(f"wrote {out}", file=sys.stderr)
 
 
@@ -274,7 +350,21 @@ class _Where(NamedTuple):
     serve_args: tuple[str, ...]
 
 
-async def _measure(where: _Where, config: BenchConfig, label: str) -> BenchRun:
+def _measured(where: _Where, config: BenchConfig, label: str) -> tuple[BenchRun, bool]:
+    """(the run, whether it went to its end): after Ctrl-C what had been measured until then."""
+    runners: list[Runner] = []
+    try:
+        return asyncio.run(_measure(where, config, label, runners)), True
+    except KeyboardInterrupt:
+        for runner in runners:
+            if runner.partial is not None:
+                return runner.partial, False
+        raise
+
+
+async def _measure(
+    where: _Where, config: BenchConfig, label: str, runners: list[Runner]
+) -> BenchRun:
     async with AsyncExitStack() as stack:
         target, path = await _open(stack, where, config)
         with _progress_bar() as bar:
@@ -283,7 +373,8 @@ async def _measure(where: _Where, config: BenchConfig, label: str) -> BenchRun:
             def on_stage(stage: Stage) -> None:
                 bar.update(task, description=_stage_line(stage))
 
-            return await Runner(target, config, on_stage).run(label=label, model_path=path)
+            runners.append(Runner(target, config, on_stage))
+            return await runners[0].run(label=label, model_path=path)
 
 
 async def _open(
@@ -294,7 +385,7 @@ async def _open(
         return await find_target(endpoint, model=where.model), None
     path = local_path(where.target, config_.load().settings)
     flags = list(where.serve_args)
-    if "--parallel" not in flags:
+    if not any(flag.split("=", 1)[0] == "--parallel" for flag in flags):
         n_seq = 8 if config.rates else int(max(config.concurrency))
         flags += ["--parallel", str(n_seq)]
     print(f"serving {where.target} for this run ...", file=sys.stderr)
@@ -303,8 +394,9 @@ async def _open(
 
 
 def _is_address(target: str) -> bool:
-    """``http://...`` or ``host:port``; a model's name or path is neither."""
-    return "://" in target or re.fullmatch(r"[\w.-]+:\d+", target) is not None
+    """``http://...``, ``host:port`` or ``host:port/v1``; a model's name or path is neither."""
+    host = r"([\w.-]+|\[[0-9a-fA-F:.]+\])"
+    return "://" in target or re.fullmatch(host + r":\d+(/.*)?", target) is not None
 
 
 def _progress_bar() -> Progress:

@@ -128,7 +128,7 @@ def regress_(
     """Answer a set of prompts with two configurations and compare: same text, length, faults,
     language.
 
-    The exit code is 1 when the second breaks a case that the first passes.
+    The exit code is 1 when the second breaks a case that the first passes, or a case fails.
 
     Example: `edgellm eval regress prompts.jsonl "starter" "starter --kv q8_0"`
 
@@ -157,7 +157,7 @@ def regress_(
         _print_json(found)
     else:
         verdicts.show_regression(Console(), found, show_all=all)
-    return 1 if summary.broken else 0
+    return 1 if summary.broken or summary.failed else 0
 
 
 @app.command
@@ -192,7 +192,9 @@ def ab(
     pair = _variants((a, b), at_least=2)
     said_a, said_b = asyncio.run(_answers(pair, given))
     asked = regress.ballots(given, said_a, said_b, seed=seed or _now())
-    tally = vote(asked, len(given) - len(asked), _ask)
+    n_failed = sum(bool(x.error or y.error) for x, y in zip(said_a, said_b, strict=True))
+    n_same = len(given) - len(asked) - n_failed
+    tally = vote(asked, n_same, _ask, n_failed=n_failed)
     _keep("ab", pair, tally, f"{tally.a} : {tally.b}")
     if json:
         _print_json(tally)
@@ -200,7 +202,13 @@ def ab(
     verdicts.show_tally(Console(), pair[0].name, pair[1].name, tally)
 
 
-def vote(asked: Sequence[Ballot], n_same: int, ask: Callable[[Ballot, int, int], str]) -> Tally:
+def vote(
+    asked: Sequence[Ballot],
+    n_same: int,
+    ask: Callable[[Ballot, int, int], str],
+    *,
+    n_failed: int = 0,
+) -> Tally:
     """Ask about every ballot: ``1``, ``2``, ``=`` or ``q`` (stop and count what there is)."""
     a = b = ties = 0
     for number, ballot in enumerate(asked, 1):
@@ -213,7 +221,8 @@ def vote(asked: Sequence[Ballot], n_same: int, ask: Callable[[Ballot, int, int],
             a += 1
         else:
             b += 1
-    return Tally(a=a, b=b, ties=ties, same=n_same)
+    left = len(asked) - a - b - ties
+    return Tally(a=a, b=b, ties=ties, same=n_same, failed=n_failed, left=left)
 
 
 def _ask(ballot: Ballot, number: int, of: int) -> str:
@@ -224,10 +233,19 @@ def _ask(ballot: Ballot, number: int, of: int) -> str:
         console.print(Panel(Markdown(text or "(nothing)"), title=title, title_align="left"))
     while True:
         print("1, 2, = (no difference) or q: ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        choice = line.strip().lower() if line else "q"
+        choice = _typed().lower()
         if choice in ("1", "2", "=", "q"):
             return choice
+
+
+def _typed() -> str:
+    """A line; ``q`` at the end of the input and at Ctrl-C: what was answered counts."""
+    try:
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return "q"
+    return line.strip() if line else "q"
 
 
 async def _perplexities(

@@ -13,6 +13,7 @@ from edgellm import config, paths
 from edgellm.bench.archive import Archive
 from edgellm.bench.profiles import rollback as rollback_
 from edgellm.config import ProfileFile
+from edgellm.errors import ConfigError
 
 app = App(
     name="profile",
@@ -32,7 +33,7 @@ def ls(*, json: bool = False) -> None:
     json
         Print JSON.
     """
-    in_use = config.load().settings.profile
+    in_use = _in_use()
     found = [config.read_profile(name) for name in sorted(config.list_profiles(), key=_by_size)]
     if json:
         _print_json([_as_json(profile, in_use) for profile in found])
@@ -102,9 +103,22 @@ def rollback(name: str | None = None, /) -> None:
     name
         Which profile; the newest of all when none is named.
     """
-    found, path, still_there = rollback_(Archive(), name)
-    state = "is as it was before" if still_there else "is gone: there was none before"
-    print(f"{found} {state} ({path})")
+    undone = rollback_(Archive(), name)
+    state = "is as it was before" if undone.is_there else "is gone: there was none before"
+    print(f"{undone.name} {state} ({undone.path})")
+    if undone.kept is not None:
+        print(f"it had been changed by hand: that text is kept in {undone.kept}")
+    if not undone.is_there and config.value_in_file("profile") == undone.name:
+        print(f"it was in use, and is no more  in {config.set_in_file('profile', None)}")
+
+
+def _in_use() -> str | None:
+    """The profile in use; when it is gone that is said, and the list is shown all the same."""
+    try:
+        return config.load().settings.profile
+    except ConfigError as error:
+        print(f"edgellm: warning: {error.message}", file=sys.stderr)
+        return None
 
 
 def _by_size(name: str) -> tuple[str, int, str]:

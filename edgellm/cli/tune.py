@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -27,16 +27,18 @@ from edgellm.bench.trial import (
     variables_for,
 )
 from edgellm.bench.tune import BaselineError, Journal, Result, Step, Trial, Tuner, Variable
-from edgellm.cli.errors import UsageError
+from edgellm.cli.errors import UsageError, kept_if_possible
 from edgellm.cli.flags import AT_LEAST_1, PlanFlags
 from edgellm.errors import EngineError
 from edgellm.paths import state_dir
 from edgellm.planner import observed
 from edgellm.planner.plan import Plan
 from edgellm.runtime import local_path, plan_devices, plan_model
+from edgellm.store.locks import locked
 from edgellm.store.names import is_plain
 
 _NO_FLAGS = PlanFlags()
+MAX_NOISE: Final = 0.1
 _STYLE = {"linear": "green", "better": "green", "rejected": "red", "over-saturated": "red"}
 
 
@@ -135,10 +137,18 @@ class _Search:
         if dry_run:
             _print_variables(variables, self._plan, as_json=self._as_json)
             return 0
-        journal = self._journal(fresh=fresh)
+        path = self._journal_path()
+        # Two searches at once would measure each other; the second goes on with the first's trials.
+        with locked(path.with_suffix(".lock"), self._say_waiting):
+            return self._run(variables, self._journal(path, fresh=fresh), save=save)
+
+    def _run(self, variables: list[Variable], journal: Journal, *, save: bool) -> int:
         result = self._search(variables, journal)
-        path = self._save(result) if save else None
-        if result.is_complete:
+        path, is_kept = None, not save
+        with kept_if_possible():
+            path = self._save(result) if save else None
+            is_kept = True
+        if result.is_complete and is_kept:
             journal.close()
         if self._as_json:
             print(_json(result))
@@ -146,9 +156,14 @@ class _Search:
             self._report(result, path)
         return 0
 
-    def _journal(self, *, fresh: bool) -> Journal:
+    def _journal_path(self) -> Path:
         session = session_name(self._plan, self._devices, self._workload, self._flags, self._digest)
-        path = state_dir() / "tune" / f"{session}.jsonl"
+        return state_dir() / "tune" / f"{session}.jsonl"
+
+    def _say_waiting(self) -> None:
+        self._say("another search for this model is running: waiting for its end")
+
+    def _journal(self, path: Path, *, fresh: bool) -> Journal:
         if fresh:
             path.unlink(missing_ok=True)
         journal = Journal(path)
@@ -230,8 +245,14 @@ class _Search:
         console.print(steps_table(result))
         end = "" if result.is_complete else " The budget ended it: a larger --budget goes on."
         noise = f"noise {result.noise:.1%}"
+        if result.noise > MAX_NOISE:
+            console.print(
+                f"! the plan's own rounds differ by {result.noise:.0%}: what brings less is not "
+                "seen; repeat it in quiet (--fresh)"
+            )
         if not result.best:
-            console.print(f"The plan stays: nothing beat it beyond {noise}.{end}")
+            beaten = "nothing beat it beyond" if result.steps else "nothing else was tried;"
+            console.print(f"The plan stays: {beaten} {noise}.{end}")
             return
         console.print(f"{result.gain:+.1%} over the plan ({noise}).{end}")
         if path is not None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+import sqlite3
 import xml.etree.ElementTree as ET
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
 from edgellm.bench import report
-from edgellm.bench.archive import Archive
+from edgellm.bench.archive import Archive, is_reference
 from edgellm.bench.html import render
 from edgellm.bench.results import BenchRun
+from edgellm.bench.scenarios import scenario_from
+from edgellm.bench.stats import Objective
 from edgellm.bench.svg import nice_ticks
 from edgellm.errors import ConfigError, EdgeLLMError
 
@@ -83,6 +88,44 @@ def test_a_file_that_is_no_archive_is_an_error_with_a_way_out(tmp_path: Path) ->
     with pytest.raises(EdgeLLMError) as caught:
         Archive(path).entries()
     assert str(path) in caught.value.message
+
+
+def test_processes_that_make_the_archive_at_once_all_find_it(tmp_path: Path) -> None:
+    """Both have seen an empty file before either made the tables."""
+    archive = Archive(tmp_path / "bench.sqlite3")
+    late = sqlite3.connect(archive.path)
+    assert archive._version(late) == 0
+    assert archive.entries() == []
+    with closing(late), mock.patch.object(archive, "_version", side_effect=[0, 1]):
+        archive._prepare(late)
+
+
+def test_no_run_is_found_without_a_name(archive: Archive) -> None:
+    archive.add(make_run(label=""))
+    with pytest.raises(ConfigError, match="number or a label"):
+        archive.document("")
+
+
+@pytest.mark.parametrize(("text", "is_one"), [("12", 1), ("last", 1), ("last-3", 1), ("last-x", 0)])
+def test_what_means_a_place_in_the_list_is_known(text: str, is_one: int) -> None:
+    assert is_reference(text) == bool(is_one)
+
+
+def test_a_diff_of_different_work_or_of_runs_that_warned_says_so() -> None:
+    plain = make_run(repeats=1, n_requests=50)
+    other = make_run(scenario=scenario_from("batch", max_tokens=32))
+    said = report.diff_warnings(plain, other)
+    assert said[0].startswith("the two runs did different work (two kinds of batch)")
+    assert "before: one repeat, so its spread is not known" in said
+    assert any(w.startswith("after: 1 stream: answers have 64 tokens") for w in said)
+    assert report.diff_warnings(plain, other)[0] in printed(report.show_diff, plain, other)
+
+
+def test_a_figure_that_was_nothing_before_has_no_ratio() -> None:
+    free, strict = make_run(), make_run(objective=Objective.parse("ttft=1ms"))
+    both = printed(report.show_diff, strict, make_run(objective=Objective.parse("ttft=1s")))
+    assert "inf" not in both
+    assert "inf" not in printed(report.show_diff, free, strict)
 
 
 def test_a_run_is_shown_with_its_figures_and_warnings() -> None:

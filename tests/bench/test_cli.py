@@ -6,13 +6,19 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgellm import config
+from edgellm import config, paths
+from edgellm.bench.archive import Archive
+from edgellm.bench.profiles import profile_text, write_profile
 from edgellm.cli import main
+from edgellm.cli.bench import _write
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +72,22 @@ def test_a_run_need_not_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "starter", "-c", "0"], "above 0"),
         (["bench", "starter", "-s", "nonesuch"], "no scenario"),
         (["bench", "starter", "--objective", "fast"], "an objective reads"),
+        (["bench", "starter", "--objective", ""], "objective is empty"),
+        (["bench", "starter", "--timeout", "0"], "--timeout must be above 0"),
+        (["bench", "starter", "--timeout", "1e300"], "is not a time"),
+        (["bench", "starter", "-c", "1000000"], "--concurrency: 1000000 is more than"),
+        (["bench", "starter", "--rate", ""], "--rate takes numbers"),
+        (["bench", "starter", "--rate", "1", "-c", "3"], "exclude one another"),
+        (["bench", "starter", "--prompt-words", "99999999999"], "more than 10000000"),
+        (["bench", "starter", "-n", "99999999999"], "more than 10000000"),
+        (["bench", "starter", "--label", "last"], "take it for a number"),
+        (["bench", "starter", "--label", "12"], "take it for a number"),
+        (["bench", "starter", "--html", "/"], "/ is a folder"),
+        (["bench", "starter", "--html", "/nonesuch/x"], "/nonesuch is not a folder"),
+        (["bench", "starter", "--serve-args", "--kv 'q8"], "No closing quotation"),
+        (["bench", "export", "-o", "/nonesuch/x"], "/nonesuch is not a folder"),
+        (["bench", "localhost:9/v1", "--seconds", "x"], "is not a time"),
+        (["bench", "show", ""], "number or a label"),
         (["bench", "show", "99"], "no run '99'"),
         (["bench", "diff"], "no run before the last one is kept"),
         (["bench", "show"], "no run is kept yet"),
@@ -99,6 +121,132 @@ def test_tune_measures_keeps_its_run_and_what_it_writes_can_be_rolled_back(
         assert config.load({"profile": entry["label"]}).settings.plan.ubatch == 64
         assert main(["profile", "rollback", entry["label"]]) == 0
     assert not (home / "config" / "profiles" / f"{entry['label']}.toml").exists()
+
+
+def test_a_broken_file_of_prompts_is_said_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text("{")
+    assert main(["bench", "starter", "-s", str(tmp_path / "p.jsonl")]) == 2
+    assert "serving" not in capsys.readouterr().err
+
+
+def test_more_streams_than_connections_is_said_with_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 4096))
+    assert main(["bench", "starter", "-c", "250"]) == 2
+    assert "ulimit -n 314" in capsys.readouterr().err
+
+
+def test_an_export_that_cannot_be_finished_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        _write(page, "after")
+    assert page.read_text() == "before"
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def fake_server(answers: list[int]) -> Any:
+    """Answers one token, or the next of these statuses while there are any."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200 if self.path == "/v1/models" else 404, b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            code = answers.pop(0) if answers else 200
+            event = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
+            self._send(code, event + b"data: [DONE]\n\n", "text/event-stream")
+
+        def _send(self, code: int, body: bytes, kind: str = "application/json") -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_a_level_without_one_answer_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two warm-up rounds and the first level are answered, the second level is not."""
+    server = fake_server([200] * (4 * 2 + 2) + [500] * 99)
+    where = f"127.0.0.1:{server.server_port}/v1"
+    args = ("-c", "1,2", "-n", "2", "--repeats", "1", "--max-tokens", "1")
+    try:
+        run = printed(capsys, "bench", where, *args, code=1)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert run["levels"][-1]["errors"] == {"http_500": 2}
+
+
+def test_a_search_that_cannot_be_kept_is_still_told(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    (home / "state").mkdir()
+    (home / "state" / "bench.sqlite3").mkdir()
+    args = ("tune", "starter", "--budget", "0", "--max-tokens", "4", "--prompt-words", "8")
+    assert printed(capsys, *args)["baseline_score"] > 0
+    assert list((home / "state" / "tune").glob("*.jsonl"))
+
+
+def test_a_search_without_time_says_that_nothing_was_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ("tune", "starter", "--budget", "0", "--max-tokens", "4", "--prompt-words", "8")
+    assert main([*args]) == 0
+    assert "nothing else was tried" in capsys.readouterr().out
+
+
+def test_a_profile_in_use_that_is_rolled_back_is_no_longer_in_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_profile(Archive(), "mine", profile_text("t", "card", {"plan.ubatch": 64}, {}))
+    assert main(["profile", "use", "mine"]) == 0
+    assert main(["profile", "rollback"]) == 0
+    assert "it was in use" in capsys.readouterr().out
+    assert config.load().settings.profile is None
+
+
+def test_profiles_are_listed_though_the_one_in_use_is_gone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = paths.config_file()
+    file.parent.mkdir(parents=True)
+    file.write_text('profile = "gone"\n')
+    assert main(["profile", "ls"]) == 0
+    shown = capsys.readouterr()
+    assert "no profile named 'gone'" in shown.err
+    assert "6gb" in shown.out
+
+
+def test_ctrl_c_in_a_run_keeps_what_had_been_measured(home: Path) -> None:
+    server = fake_server([])
+    args = [sys.executable, "-m", "edgellm", "bench", f"127.0.0.1:{server.server_port}"]
+    args += ["-c", "1", "-n", "5", "--repeats", "100000", "--json"]
+    run = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(4)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert run.returncode == 130, err
+    assert any("interrupted" in w for w in json.loads(out)["warnings"])
+    assert [entry.kind for entry in Archive().entries()] == ["bench"]
 
 
 def test_tune_shows_what_it_would_try(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from edgellm.bench import quality, regress
+from edgellm.bench.quality import read_text
 from edgellm.bench.regress import Answer, Ballot, Case, Tally
 from edgellm.bench.variant import Variant, opened
 from edgellm.cli import main
@@ -128,6 +129,14 @@ SCHEMA = {
         (Case(json_schema=SCHEMA), '{"city": "x", "n": true}', "$.n is not integer or null"),
         (Case(json_schema={"items": {"enum": [1]}}), "[1, 2]", "$[1] is none of [1]"),
         (Case(json_schema=SCHEMA), "Paris", "is not JSON"),
+        (Case(json_schema={"minimum": 3}), "2", "$ breaks minimum 3"),
+        (Case(json_schema={"minimum": 3}), "3", ""),
+        (Case(json_schema={"maxItems": 1}), "[1, 2]", "$ breaks maxItems 1"),
+        (Case(json_schema={"minLength": 2}), '"a"', "$ breaks minLength 2"),
+        (Case(json_schema={"pattern": "^x"}), '"ax"', "$ does not match '^x'"),
+        (Case(json_schema={"const": 1}), "2", "$ is not 1"),
+        (Case(json_schema={"additionalProperties": False}), '{"a": 1}', "$ has a beside"),
+        (Case(json_schema={"type": "integer"}), "3.0", ""),
         (Case(), "anything", ""),
     ],
 )
@@ -171,12 +180,54 @@ def test_the_script_of_a_text_is_that_of_most_letters(text: str, script: str) ->
     assert regress.script_of(text) == script
 
 
-@pytest.mark.parametrize("line", ["{", "{}", '{"prompt": "x", "expect": "("}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "{}",
+        '{"prompt": "x", "expect": "("}',
+        '{"prompt": "x", "max_tokens": -1}',
+        '{"prompt": "x", "schema": {"type": "strng"}}',
+        '{"prompt": "x", "schema": {"type": 5}}',
+        '{"prompt": "x", "schema": {"properties": {"a": {"enum": 3}}}}',
+        '{"prompt": "x", "schema": {"properties": [1]}}',
+        '{"prompt": "x", "schema": {"required": "city"}}',
+        '{"prompt": "x", "schema": {"pattern": "("}}',
+        '{"prompt": "x", "schema": {"items": {"$ref": "#/x"}}}',
+    ],
+)
 def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "cases.jsonl"
     path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"cases\.jsonl:2"):
         regress.read_cases(str(path))
+
+
+def test_a_file_from_another_system_is_read_as_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n')
+    assert [(c.prompt, c.name) for c in regress.read_cases(str(path))] == [
+        ("one", "line 1"),
+        ("two", "line 3"),
+    ]
+    assert read_text(str(path)) == "one\n\ntwo"
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert read_text(str(tmp_path / "a.txt")) == "text"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}'])
+def test_a_text_of_broken_prompts_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"text\.jsonl:2"):
+        read_text(str(path))
+
+
+def test_a_case_that_no_side_could_answer_is_no_success() -> None:
+    lost = Answer(error="engine died", fault="failed: engine died")
+    cases = [Case(name="lost", prompt="p"), Case(name="fine", prompt="p")]
+    s = regress.summarise(regress.compare(cases, [lost, said("x")], [lost, said("x")]))
+    assert (s.failed, s.broken) == (("lost",), ())
 
 
 # -- blind choice ---------------------------------------------------------------------------------
@@ -187,6 +238,36 @@ def ballots(n: int = 40) -> list[Ballot]:
     a = [said(f"a{i}") for i in range(n)]
     b = [said(f"b{i}" if i % 4 else f"a{i}") for i in range(n)]
     return regress.ballots(cases, a, b, "seed")
+
+
+def test_failures_are_neither_asked_about_nor_called_equal() -> None:
+    lost = Answer(error="engine died")
+    cases = [Case(name=str(i), prompt="p") for i in range(3)]
+    a, b = [lost, lost, said("a")], [lost, said("b"), said("b")]
+    asked = regress.ballots(cases, a, b, "seed")
+    assert [x.case.name for x in asked] == ["2"]
+    assert Tally(a=0, b=0, ties=0, same=0, failed=3).verdict("A", "B") == "no question was answered"
+
+
+def test_a_vote_that_ended_early_is_not_called_equal() -> None:
+    tally = vote(ballots(), 10, lambda *_: "q")
+    assert (tally.same, tally.left) == (10, 30)
+    assert tally.verdict("A", "B") == "no question was answered"
+
+
+def test_thousands_of_votes_can_be_counted() -> None:
+    assert Tally(a=1000, b=1000, ties=0, same=0).p_value == 1.0
+    assert Tally(a=2000, b=100, ties=0, same=0).p_value < 1e-100
+
+
+def test_ctrl_c_at_a_question_counts_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed(io.StringIO):
+        def readline(self, *_: object) -> str:  # type: ignore[override]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Pressed())
+    asked = ballots()
+    assert vote(asked, 0, _ask).left == len(asked)
 
 
 def test_equal_answers_are_not_asked_about_and_sides_are_mixed() -> None:

@@ -75,7 +75,8 @@ def test_events_of_several_tokens_do_not_change_rates(size: int) -> None:
     first = 0.2 + (size - 1) * 0.02
     assert m["n_output_mean"] == n
     assert m["ttft_p50_s"] == near(first)
-    assert m["tpot_p50_s"] == near((0.2 + 95 * 0.02 - first) / 95)
+    assert m["tpot_p50_s"] == near(0.02)
+    assert m["decode_tps_p50"] == near(50)
     assert m["itl_p50_s"] == near(0.02)
     assert m["itl_p99_s"] == near(0.02)
     assert m["stall_p50_s"] == near(size * 0.02)
@@ -130,6 +131,14 @@ def test_a_count_that_is_only_a_guess_says_so() -> None:
     answer = Answer(gaps=(0.01,) * 31, has_usage=False, finish="stop")
     phase = closed(SimServer(lambda i, body: answer))
     assert {(s.n_output, s.counted_by) for s in phase.samples} == {(32, "events")}
+
+
+def test_an_open_loops_clock_begins_with_the_first_request() -> None:
+    """Two tokens a request, 0.3 s each; the wait for the first arrival is nobody's time."""
+    jobs, server = make_jobs(BATCH, "m", "seed"), SimServer(lambda i, body: Answer(0.1, (0.2,)))
+    m = figures(simulate(server, lambda: open_phase(ENDPOINT, jobs, 0.5, n=5, seed="s")))
+    times = poisson_times(0.5, 5, "s")
+    assert m["requests_per_s"] == near(5 / (times[-1] + 0.3 - times[0]))
 
 
 def test_open_loop_latency_counts_the_queue() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,15 @@ import pytest
 
 from edgellm.bench import machine
 from edgellm.bench.machine import Conditions, parse_gpu_states, safety_warnings
-from edgellm.bench.results import compare_runs, settings_diff
-from edgellm.bench.runner import quick_digest
-from edgellm.bench.scenarios import scenario_from
+from edgellm.bench.results import BenchConfig, compare_runs, settings_diff
+from edgellm.bench.runner import Runner, quick_digest
+from edgellm.bench.scenarios import make_jobs, scenario_from
 from edgellm.bench.stats import Objective, over_repeats, parse_seconds
+from edgellm.bench.target import Target
 from edgellm.errors import ConfigError, EngineError
 
-from .factories import make_run, slower
-from .sim import Answer, SimServer
+from .factories import ENDPOINT, make_run, slower
+from .sim import Answer, SimServer, simulate
 
 
 def test_every_level_and_repeat_is_measured() -> None:
@@ -58,6 +61,41 @@ def test_an_open_loop_run_reports_by_rate() -> None:
 def test_a_server_that_refuses_everything_ends_the_run() -> None:
     with pytest.raises(EngineError, match="http_503"):
         make_run(SimServer(lambda i, body: Answer(status=503)))
+
+
+def test_one_round_of_refusals_does_not_end_the_run() -> None:
+    server = SimServer(lambda i, body: Answer(status=500) if i < 4 else Answer())
+    assert make_run(server).levels[0].errors == {}
+
+
+def test_what_a_template_puts_before_every_prompt_is_reused_rightly() -> None:
+    """90 tokens, of which 60 are the chat scenario's own words."""
+    for n_cached, is_said in ((28, False), (60, True)):
+        answer = Answer(n_prompt=90, n_cached=n_cached)
+        run = make_run(SimServer(lambda i, body, a=answer: a), scenario=scenario_from("chat"))
+        assert any("came from a cache" in w for w in run.warnings) == is_said
+
+
+def test_an_interrupted_run_leaves_the_repeats_that_had_ended() -> None:
+    server = SimServer()
+    runner = Runner(
+        Target(name="sim", endpoint=ENDPOINT, model="m"),
+        BenchConfig(scenario=scenario_from("batch"), concurrency=(1, 4), repeats=3),
+    )
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(runner.run(label="mine"))
+        while len(server.requests) < 8 + 24 + 8 + 3:  # in the second repeat at 4
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    simulate(server, interrupted)
+    assert runner.partial is not None
+    assert [len(x.stats["output_tps"].values) for x in runner.partial.levels] == [3, 1]
+    assert runner.partial.label == "mine"
+    assert "interrupted: this is what had been measured until then" in runner.partial.warnings
 
 
 def test_errors_appear_with_their_class_and_text() -> None:
@@ -128,6 +166,25 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str) -> None:
         make_run(scenario=scenario_from(str(file)))
 
 
+def test_a_file_from_another_system_holds_the_same_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two", "max_tokens": 2}\r\n')
+    jobs = make_jobs(scenario_from(str(file)), "m", "seed")
+    assert [(j.body["prompt"], j.max_tokens) for j in islice(jobs, 3)] == [
+        ("one", 256),
+        ("two", 2),
+        ("one", 256),
+    ]
+
+
+def test_a_file_is_read_before_the_clock_of_a_run_begins(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n')
+    jobs = make_jobs(scenario_from(str(file)), "m", "seed")
+    file.unlink()
+    assert next(jobs).body["prompt"] == "one"
+
+
 def test_an_unknown_scenario_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         scenario_from("nonesuch")
@@ -141,7 +198,7 @@ def test_times_are_read(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["fast", "ttft", "ttft=soon", "speed=1s"])
+@pytest.mark.parametrize("text", ["fast", "ttft", "ttft=soon", "speed=1s", "", " , "])
 def test_a_malformed_objective_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Objective.parse(text)

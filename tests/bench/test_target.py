@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from edgellm.bench.client import Endpoint
 from edgellm.bench.target import (
     RunningServer,
     ServerSpec,
+    find_target,
     free_port,
     llama_server_spec,
 )
@@ -117,6 +119,9 @@ def test_llama_server_finds_its_libraries_beside_itself(tmp_path: Path) -> None:
         ("http://h:8080/v1", ("h", 8080, False, "")),
         ("https://api.example.com/openai/v1/", ("api.example.com", 443, True, "/openai")),
         ("h:81", ("h", 81, False, "")),
+        ("http://h/v1/chat/completions", ("h", 80, False, "")),
+        ("http://h/a/v1/models/", ("h", 80, False, "/a")),
+        ("http://h/\u00fc", ("h", 80, False, "/%C3%BC")),
         ("http://[::1]:9", ("::1", 9, False, "")),
     ],
 )
@@ -127,6 +132,36 @@ def test_addresses_are_read(url: str, expected: tuple[str, int, bool, str]) -> N
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert Endpoint.parse("http://[::1]:9/v1").url == "http://[::1]:9"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b:80", f"http://{'x' * 80}.com", "http://a b/", "h:9\n"]
+)
+def test_an_address_that_names_no_host_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address"):
+        Endpoint.parse(url)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n", "without a key"),
+        (b"HTTP/1.1 404 X\r\nContent-Length: 2\r\n\r\nno", "http_404 no"),
+        (b"HTTP/1.1 200 X\r\nContent-Length: 6\r\n\r\n<html>", "with JSON"),
+        (b"SSH-2.0-OpenSSH_9\r\n\r\n", "no HTTP answer"),
+    ],
+)
+async def test_why_a_server_cannot_be_measured_is_said(answer: bytes, said: str) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineError, match=said):
+            await find_target(Endpoint.parse(f"127.0.0.1:{port}"))
 
 
 def test_an_address_of_another_kind_is_refused() -> None:

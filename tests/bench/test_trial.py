@@ -22,7 +22,7 @@ from edgellm.bench.trial import (
 from edgellm.bench.tune import Settings, Trial, Variable
 from edgellm.devices import Devices, Host, hypothetical
 from edgellm.engine.info import EngineOptions, Fault, Script
-from edgellm.errors import ConfigError
+from edgellm.errors import ConfigError, ModelNotFoundError
 from edgellm.planner import observed
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Observation, Plan, PlanRequest
 from edgellm.runtime import plan_model
@@ -187,12 +187,38 @@ def test_rollback_goes_back_one_write_at_a_time() -> None:
     archive = Archive()
     write_profile(archive, "a", TEXT)
     write_profile(archive, "a", TEXT.replace("64", "128"))
-    assert rollback(archive, "a") == ("a", profile_path("a"), True)
+    assert rollback(archive, "a") == ("a", profile_path("a"), True, None)
     assert profile_path("a").read_text() == TEXT
-    assert rollback(archive) == ("a", profile_path("a"), False)
+    assert rollback(archive) == ("a", profile_path("a"), False, None)
     assert not profile_path("a").exists()
     with pytest.raises(ConfigError, match="profile a"):
         rollback(archive, "a")
+
+
+def test_what_a_person_changed_in_a_profile_outlives_its_rollback() -> None:
+    write_profile(Archive(), "a", TEXT)
+    path = profile_path("a")
+    path.write_text(TEXT + "# my own note\n")
+    undone = rollback(Archive(), "a")
+    assert undone.kept is not None
+    assert undone.kept.read_text().endswith("# my own note\n")
+    assert not path.exists()
+
+
+def test_a_profile_that_cannot_be_written_leaves_no_trace_in_the_history() -> None:
+    profile_path("a").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        write_profile(Archive(), "a", TEXT)
+    with pytest.raises(ConfigError, match="not written"):
+        rollback(Archive())
+
+
+def test_a_model_that_went_away_ends_the_search_and_rejects_nothing(tmp_path: Path) -> None:
+    gone = EngineTrials(
+        str(tmp_path / "gone.gguf"), Workload(), flags={"engine.backend": "scripted"}
+    )
+    with pytest.raises(ModelNotFoundError):
+        asyncio.run(gone({"plan.ubatch": 64}, 0))
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def served_at(arrivals: Sequence[float], given: Sequence[Answer], slots: int) ->
 
 def expected(truths: Sequence[Truth]) -> dict[str, float]:
     good = [t for t in truths if t.is_good]
-    wall = max(t.end for t in truths)
+    wall = max(t.end for t in truths) - min(t.due for t in truths)
     out = {
         "error_ratio": 1 - len(good) / len(truths),
         "requests_per_s": len(good) / wall,
@@ -120,7 +120,10 @@ def expected(truths: Sequence[Truth]) -> dict[str, float]:
     series = {
         "ttft": [at[0] - t.due for at, t in zip(shown, good, strict=True)],
         "e2e": [at[-1] - t.due for at, t in zip(shown, good, strict=True)],
-        "tpot": [(at[-1] - at[0]) / (N_TOKENS - 1) for at in shown],
+        "tpot": [
+            (at[-1] - at[0]) / (N_TOKENS - t.answer.events()[0][1])
+            for at, t in zip(shown, good, strict=True)
+        ],
         "stall": [b - a for at in shown for a, b in pairwise(at)],
         "itl": [gap for t in good for gap in t.token_gaps()],
     }

@@ -187,6 +187,22 @@ def test_a_journal_line_cut_by_a_crash_is_measured_again(tmp_path: Path) -> None
     assert len(Journal(path)) == len(lines)
 
 
+def test_a_plan_that_did_not_run_once_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    busy = World()
+    busy.reject = lambda settings: "another program had the memory"
+    with pytest.raises(BaselineError):
+        search(busy, journal=Journal(path))
+    assert search(World(), journal=Journal(path)).best == BEST
+
+
+@pytest.mark.parametrize("score", ["0", "-1", "null"])
+def test_a_journal_with_a_rate_of_nothing_is_not_believed(tmp_path: Path, score: str) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text(f'{{"settings":{{}},"round":0,"score":{score}}}\n')
+    assert search(World(), journal=Journal(path)).best == BEST
+
+
 def test_a_finished_search_leaves_no_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.jsonl")
     search(World(), journal=journal)

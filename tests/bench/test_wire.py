@@ -177,6 +177,37 @@ def test_a_running_count_ends_at_its_last_value() -> None:
     assert reply.n_output == 6
 
 
+@pytest.mark.parametrize("n", [-7, 1e308, 3e9])
+def test_a_count_that_cannot_be_is_no_count(n: float) -> None:
+    said = stream(chat(content="a"), chat(content="b"), chat("stop"), usage(n, n_prompt=-5))
+    sample = sampled((0.1, HEAD + said + DONE + END))
+    assert (sample.n_output, sample.counted_by, sample.n_prompt) == (2, "events", None)
+
+
+def test_a_chunk_of_less_than_nothing_is_a_protocol_error() -> None:
+    reply = asked((0.1, HEAD + b"-e\r\nabcdefghijklmnopqrstuvw\r\n"))
+    assert (reply.error, reply.message) == ("protocol", "ValueError: a chunk of -14 bytes")
+
+
+def test_an_answer_that_moved_says_where() -> None:
+    head = b"HTTP/1.1 308 X\r\nLocation: /v2/\r\nContent-Length: 2\r\n\r\n{}"
+    reply = asked((0.1, head))
+    assert (reply.error, reply.message) == ("http_308", "it points to /v2/")
+
+
+def test_a_stream_without_text_says_so() -> None:
+    sample = sampled((0.1, HEAD + stream(chat("stop")) + DONE + END))
+    assert (sample.error, sample.message) == ("empty", "the stream held no text")
+
+
+def test_sizes_at_random_are_not_taken_for_equal_ones() -> None:
+    """40 tokens in 14 events: 13 times 3 and a last one would do, but the texts say otherwise."""
+    sizes = [5, 1, 2, 5, 1, 3, 5, 2, 1, 5, 1, 3, 5, 1]
+    assert share_out(40, ["word" * n for n in sizes]) == sizes
+    even = ["six ni", "three four ", "twelve a b ", "wonderful go"] * 3 + ["on"]
+    assert share_out(37, even) == [3] * 12 + [1]
+
+
 def test_a_count_of_zero_beside_text_is_no_count() -> None:
     sample = sampled((0.1, HEAD + stream(chat("stop", content="a"), usage(0)) + DONE + END))
     assert (sample.n_output, sample.counted_by) == (1, "events")
