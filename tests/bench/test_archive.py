@@ -58,7 +58,8 @@ def test_runs_are_found_by_number_label_and_recency(archive: Archive) -> None:
 
 @pytest.mark.parametrize("ref", ["9", "nobody", "last-7", "last"])
 def test_a_run_that_is_not_there_is_said(archive: Archive, ref: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(ref)):
+    said = "no run is kept yet" if ref == "last" else re.escape(ref)
+    with pytest.raises(ConfigError, match=said):
         archive.run(ref)
 
 

@@ -20,6 +20,9 @@ from edgellm.bench.profiles import profile_text, write_profile
 from edgellm.cli import main
 from edgellm.cli.bench import _write
 
+from .factories import make_run
+from .sim import Answer, SimServer
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -151,8 +154,8 @@ def test_an_export_that_cannot_be_finished_leaves_what_was_there(
     assert list(tmp_path.glob("*.part")) == []
 
 
-def fake_server(answers: list[int]) -> Any:
-    """Answers one token, or the next of these statuses while there are any."""
+def fake_server(seen: list[str]) -> ThreadingHTTPServer:
+    """Answers one token to everything; the paths that were asked for go to ``seen``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -160,9 +163,9 @@ def fake_server(answers: list[int]) -> Any:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
-            code = answers.pop(0) if answers else 200
+            seen.append(self.path)
             event = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
-            self._send(code, event + b"data: [DONE]\n\n", "text/event-stream")
+            self._send(200, event + b"data: [DONE]\n\n", "text/event-stream")
 
         def _send(self, code: int, body: bytes, kind: str = "application/json") -> None:
             self.send_response(code)
@@ -179,17 +182,15 @@ def fake_server(answers: list[int]) -> Any:
     return server
 
 
-def test_a_level_without_one_answer_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_level_without_one_answer_ends_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two warm-up rounds and the first level are answered, the second level is not."""
-    server = fake_server([200] * (4 * 2 + 2) + [500] * 99)
-    where = f"127.0.0.1:{server.server_port}/v1"
-    args = ("-c", "1,2", "-n", "2", "--repeats", "1", "--max-tokens", "1")
-    try:
-        run = printed(capsys, "bench", where, *args, code=1)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert run["levels"][-1]["errors"] == {"http_500": 2}
+    server = SimServer(lambda i, body: Answer() if i < 16 else Answer(status=500))
+    run = make_run(server, repeats=1)
+    assert [x.errors for x in run.levels] == [{}, {"http_500": 8}]
+    monkeypatch.setattr("edgellm.cli.bench._measured", lambda *_: (run, True))
+    printed(capsys, "bench", "h:1", code=1)
 
 
 def test_a_search_that_cannot_be_kept_is_still_told(
@@ -233,12 +234,15 @@ def test_profiles_are_listed_though_the_one_in_use_is_gone(
 
 
 def test_ctrl_c_in_a_run_keeps_what_had_been_measured(home: Path) -> None:
-    server = fake_server([])
+    seen: list[str] = []
+    server = fake_server(seen)
     args = [sys.executable, "-m", "edgellm", "bench", f"127.0.0.1:{server.server_port}"]
     args += ["-c", "1", "-n", "5", "--repeats", "100000", "--json"]
     run = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        time.sleep(4)
+        while len(seen) < 20:  # beyond the warm-up and the first repeat
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.01)
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
     finally:
