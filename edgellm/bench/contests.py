@@ -22,6 +22,8 @@ from edgellm.bench.stats import phase_metrics
 from edgellm.bench.target import Target, engine_stats
 from edgellm.metrics import percentile
 
+SHARED_PREFIXES: Final = 3
+"""Prefixes a heat of the shared contest goes through: a wave of eight is few for a percentile."""
 CHUNK_WORDS: Final = 400
 """About 500 tokens: what a server reads in one go."""
 
@@ -74,17 +76,37 @@ async def decode(heat: Heat) -> Figures:
 
 
 async def shared(heat: Heat) -> Figures:
-    """A long prefix that the server has seen once, then requests that begin with it."""
+    """A long prefix that the server has seen once, then ``concurrency`` requests that begin with
+    it; and as many again.
+
+    The first of them tell whether streams share what one of them had read; by the second wave a
+    server that copies a prefix for each slot has its copies.
+    """
     scenario = scenario_from(
         "shared",
         shared_words=heat.sizes.shared_words,
         prompt_words=heat.sizes.own_words,
         max_tokens=heat.sizes.shared_tokens,
     )
-    # Of this heat alone: a server that copies a prefix for each slot has them all a heat later.
-    jobs = make_jobs(scenario, heat.target.model, f"{heat.seed}/seen", shared_seed=heat.seed)
-    await closed_phase(heat.target.endpoint, jobs, 1, n=1)
-    return await _closed(heat, scenario, n=max(3 * heat.concurrency, heat.sizes.min_requests))
+    waves: tuple[list[Sample], list[Sample]] = ([], [])
+    begin = clock()
+    for number in range(SHARED_PREFIXES):
+        seed = f"{heat.seed}/{number}"
+        await _wave(heat, scenario, f"{seed}/seen", seed, n=1)
+        for i, wave in enumerate(waves):
+            wave.extend(await _wave(heat, scenario, f"{seed}/{i}", seed, n=heat.concurrency))
+    first, again = (phase_metrics(Phase(samples=w, begin=begin, end=clock())) for w in waves)
+    figures = {k: v for k, v in first.items() if not k.endswith(("_tps", "_per_s"))}
+    figures |= {f"again_{k}": again[k] for k in ("ttft_p50_s", "ttft_p99_s") if k in again}
+    return figures | await _step_times(heat.target)
+
+
+async def _wave(
+    heat: Heat, scenario: Scenario, seed: str, shared_seed: str, *, n: int
+) -> list[Sample]:
+    """``n`` requests at once that begin with the seed's prefix."""
+    jobs = make_jobs(scenario, heat.target.model, seed, shared_seed=shared_seed)
+    return (await closed_phase(heat.target.endpoint, jobs, n, n=n)).samples
 
 
 async def mixed(heat: Heat) -> Figures:
@@ -206,7 +228,7 @@ def _scenario(heat: Heat, name: str, **changes: int) -> Scenario:
 async def _closed(heat: Heat, scenario: Scenario, n: int | None = None) -> Figures:
     sizes = heat.sizes
     count = n or max(sizes.requests_a_stream * heat.concurrency, sizes.min_requests)
-    jobs = make_jobs(scenario, heat.target.model, heat.seed, shared_seed=heat.seed)
+    jobs = make_jobs(scenario, heat.target.model, heat.seed)
     phase = await closed_phase(heat.target.endpoint, jobs, heat.concurrency, n=count)
     figures = phase_metrics(phase, concurrency=heat.concurrency)
     return figures | await _step_times(heat.target)

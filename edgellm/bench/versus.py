@@ -35,13 +35,21 @@ RAW: Final = "llama-batched-bench"
 KEY_FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "distinct": ("output_tps", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "itl_p99_s"),
     "decode": ("steady_output_tps", "tpot_p50_s", "step_python_s"),
-    "shared": ("ttft_p50_s", "ttft_p99_s", "output_tps", "cached_ratio"),
+    "shared": (
+        "ttft_p50_s",
+        "ttft_p99_s",
+        "again_ttft_p50_s",
+        "again_ttft_p99_s",
+        "cached_ratio",
+    ),
     "mixed": ("output_tps", "ttft_p50_s", "ttft_p99_s", "itl_p99_s"),
     "long": ("worst_over_calm", "worst_itl_s", "calm_itl_p50_s", "intruder_ttft_s"),
     "disconnects": ("ttft_p50_s", "ttft_p99_s", "stayer_e2e_p50_s", "whole_s"),
     "interactive": ("ttft_p50_s", "ttft_max_s", "idle_ttft_s", "chunk_ttft_s", "ttft_over_fair"),
 }
 OWN_TITLES: Final = {
+    "again_ttft_p50_s": "TTFT p50 of as many again",
+    "again_ttft_p99_s": "TTFT p99 of as many again",
     "worst_over_calm": "worst ITL while the long prompt is read / calm median",
     "worst_itl_s": "worst ITL while the long prompt is read",
     "calm_itl_p50_s": "ITL p50 before it came",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from itertools import islice
 from typing import Any
@@ -33,6 +34,18 @@ def figures(phase: Phase, **kwargs: Any) -> dict[str, float]:
 
 def near(value: float) -> Any:
     return pytest.approx(value, rel=0.02)
+
+
+def test_the_client_collects_no_garbage_while_it_measures() -> None:
+    states: list[bool] = []
+
+    def answer(i: int, body: dict[str, Any]) -> Answer:
+        states.append(gc.isenabled())
+        return Answer()
+
+    closed(SimServer(answer), n=4)
+    assert states == [False] * 4
+    assert gc.isenabled()
 
 
 def test_fixed_latencies_are_reported_as_they_are() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
 from edgellm.bench.client import Endpoint
-from edgellm.bench.contests import CONTESTS, Heat, Sizes
+from edgellm.bench.contests import CONTESTS, SHARED_PREFIXES, Heat, Sizes
 from edgellm.bench.machine import Machine
 from edgellm.bench.target import Target
 from edgellm.bench.versus import (
@@ -57,9 +58,25 @@ def test_every_heat_has_a_shared_prefix_of_its_own_seen_once_before() -> None:
 
     for seed in ("one", "two"):
         simulate(SimServer(listen), lambda seed=seed: CONTESTS["shared"](heat(seed=seed)))
-    begins = {" ".join(prompt.split()[:40]) for prompt in prompts}
-    assert len(begins) == 2
+    begins = [" ".join(prompt.split()[:40]) for prompt in prompts]
+    assert set(Counter(begins).values()) == {1 + 4 + 4}
+    assert len(set(begins)) == 2 * SHARED_PREFIXES
     assert len(set(prompts)) == len(prompts)
+
+
+def test_the_second_wave_of_the_shared_contest_is_told_apart_from_the_first() -> None:
+    """A server that copies the prefix for each slot is slow once: 0.6 s, then 0.1 s."""
+    seen: Counter[str] = Counter()
+
+    def copying(i: int, body: dict[str, Any]) -> Answer:
+        prefix = " ".join(body["prompt"].split()[:40])
+        seen[prefix] += 1
+        slow = 1 < seen[prefix] <= 1 + 4
+        return Answer(ttft=0.6 if slow else 0.1, gaps=(0.01,) * 63, finish="length")
+
+    figures = simulate(SimServer(copying), lambda: CONTESTS["shared"](heat()))
+    assert figures["ttft_p50_s"] == pytest.approx(0.6)
+    assert figures["again_ttft_p50_s"] == pytest.approx(0.1)
 
 
 def test_the_long_prompt_contest_sees_how_long_streams_stood_still() -> None:
