@@ -9,7 +9,7 @@ from string import Template
 
 import msgspec
 
-from edgellm.bench.report import DIFF_METRICS
+from edgellm.bench.report import DIFF_METRICS, work_warnings
 from edgellm.bench.results import BenchRun, Level, compare_runs, flat, format_metric, settings_diff
 from edgellm.bench.stats import METRICS
 from edgellm.bench.svg import Chart, Series, draw, is_bar
@@ -200,7 +200,10 @@ def _diff(before: BenchRun, after: BenchRun) -> str:
     ]
     settings = _rows_table(("setting", "before", "after"), settings_diff(before, after))
     figures = _rows_table(("load", "figure", "before", "after", "ratio", ""), rows, last_class=True)
-    return f"<h3>What differs</h3>{settings}<h3>What came of it</h3>{figures}"
+    apart = work_warnings(before, after)
+    items = "".join(f"<li>{escape(w)}</li>" for w in apart)
+    aside = f"<aside><h3>Before comparing</h3><ul>{items}</ul></aside>" if apart else ""
+    return f"<h3>What differs</h3>{aside}{settings}<h3>What came of it</h3>{figures}"
 
 
 def _rows_table(

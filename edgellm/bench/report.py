@@ -180,6 +180,16 @@ def show_diff(console: Console, before: BenchRun, after: BenchRun) -> None:
 
 def diff_warnings(before: BenchRun, after: BenchRun) -> list[str]:
     """Why two runs should not be held against one another, or not with confidence."""
+    out = work_warnings(before, after)
+    for name, run in (("before", before), ("after", after)):
+        if len(run.levels) and run.config.repeats == 1:
+            out.append(f"{name}: one repeat, so its spread is not known")
+        out += [f"{name}: {warning}" for warning in run.warnings]
+    return list(dict.fromkeys(out))
+
+
+def work_warnings(before: BenchRun, after: BenchRun) -> list[str]:
+    """What two runs did not have in common, so that neither can be better at it."""
     out = []
     if before.config.scenario != after.config.scenario:
         names = before.config.scenario.name, after.config.scenario.name
@@ -187,11 +197,7 @@ def diff_warnings(before: BenchRun, after: BenchRun) -> list[str]:
         out.append(f"the two runs did different work ({what}): nothing here is better or worse")
     if before.target.model_digest != after.target.model_digest and before.target.model_digest:
         out.append("the models are different files")
-    for name, run in (("before", before), ("after", after)):
-        if len(run.levels) and run.config.repeats == 1:
-            out.append(f"{name}: one repeat, so its spread is not known")
-        out += [f"{name}: {warning}" for warning in run.warnings]
-    return list(dict.fromkeys(out))
+    return out
 
 
 def _settings_table(different: Sequence[tuple[str, str, str]]) -> Table:

@@ -41,6 +41,16 @@ from edgellm.metrics import percentile
 STEADY: Final = 0.1
 """Two warm-up rounds agree when their rates differ by less than this."""
 N_BINS: Final = 60
+_HINT: Final = "an address of an OpenAI-compatible API, such as http://127.0.0.1:8080"
+_HINTS: Final = {
+    "connect": "start the server, or mend the address",
+    "timeout": "a longer --timeout, or fewer --max-tokens and --concurrency",
+    "http_401": "--api-key KEY",
+    "http_403": "--api-key KEY",
+    "http_404": "name --model, or mend the address",
+    "http_400": "mend what the message names: --model, --prompt-words or --max-tokens",
+    "http_429": "fewer --concurrency, or the server's own limits",
+}
 _LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -147,7 +157,10 @@ class Runner:
                 n_failed += 1
                 if n_failed == min(2, self._config.warmup_rounds):
                     first = phase.samples[0]
-                    raise EngineError(f"no request succeeded: {first.error}: {first.message[:300]}")
+                    raise EngineError(
+                        f"no request succeeded: {first.error}: {first.message[:300]}",
+                        hint=_HINTS.get(first.error or "", _HINT),
+                    )
                 continue
             n_failed = 0
             rate = phase_metrics(phase)["output_tps"]

@@ -14,7 +14,7 @@ from edgellm.bench.client import Arrival, Endpoint, Reply, post_json
 from edgellm.bench.events import MAX_COUNT
 from edgellm.metrics import RequestTimings, request_timings
 
-MAX_SCATTER: Final = 0.85
+MAX_SCATTER: Final = 0.95
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +95,17 @@ def share_out(total: int, texts: Sequence[str]) -> list[int]:
     against it; else one each and the rest by the length of the text, as when a character's bytes or
     a possible stop string were held back.
     """
-    n = len(texts)
     lengths = [len(text.encode()) for text in texts]
+    if total < len(texts):
+        return _by_length(total, lengths)
+    free = _one_and_more(total, lengths)
+    is_exact = len({n / k for n, k in zip(lengths, free, strict=True)}) == 1
+    return free if is_exact else _fixed(total, lengths) or free
+
+
+def _fixed(total: int, lengths: Sequence[int]) -> list[int] | None:
+    """The same number an event, but for the first and the last; None where that cannot be."""
+    n = len(lengths)
     for first in (0, 1):
         rest, slots = total - first, n - first
         if slots < 1 or rest < slots:
@@ -105,14 +114,15 @@ def share_out(total: int, texts: Sequence[str]) -> list[int]:
         last = rest - size * (slots - 1)
         if last >= 1 and _are_even(lengths[first : n - 1], size):
             return [first] * first + [size] * (slots - 1) + [last]
-    return _by_length(total, lengths) if total < n else _one_and_more(total, lengths)
+    return None
 
 
 def _are_even(lengths: Sequence[int], size: int) -> bool:
     """Whether texts can be of ``size`` tokens each: their scatter is that of the tokens' own.
 
-    Tokens of one text differ in length by about 0.6 of their mean, groups of them by that over the
-    root of ``size``; groups of 1 to 5 tokens at random by about 0.6 whatever their mean size.
+    Tokens of English differ in length by about 0.75 of their mean (the starter's vocabulary),
+    groups of ``size`` by that over its root; in groups of 1 to 5 at random the scatter times the
+    root is about 1.2. At the limit nine in ten of either kind are told apart.
     """
     mean = sum(lengths) / len(lengths) if lengths else 0.0
     if size == 1 or not mean:

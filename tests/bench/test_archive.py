@@ -122,6 +122,12 @@ def test_a_diff_of_different_work_or_of_runs_that_warned_says_so() -> None:
     assert report.diff_warnings(plain, other)[0] in printed(report.show_diff, plain, other)
 
 
+def test_the_page_of_two_runs_says_when_their_work_differs() -> None:
+    other = make_run(scenario=scenario_from("batch", max_tokens=32))
+    assert "did different work" in render([(1, make_run()), (2, other)])
+    assert "Before comparing" not in render([(1, make_run()), (2, make_run())])
+
+
 def test_a_figure_that_was_nothing_before_has_no_ratio() -> None:
     free, strict = make_run(), make_run(objective=Objective.parse("ttft=1ms"))
     both = printed(report.show_diff, strict, make_run(objective=Objective.parse("ttft=1s")))

@@ -63,6 +63,13 @@ def test_a_server_that_refuses_everything_ends_the_run() -> None:
         make_run(SimServer(lambda i, body: Answer(status=503)))
 
 
+@pytest.mark.parametrize(("status", "hint"), [(401, "--api-key"), (404, "--model"), (500, "API")])
+def test_a_refusal_names_the_next_step(status: int, hint: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        make_run(SimServer(lambda i, body: Answer(status=status)))
+    assert hint in (caught.value.hint or "")
+
+
 def test_one_round_of_refusals_does_not_end_the_run() -> None:
     server = SimServer(lambda i, body: Answer(status=500) if i < 4 else Answer())
     assert make_run(server).levels[0].errors == {}
