@@ -15,6 +15,7 @@ from edgellm.request import SamplingParams
 from tests.engine.starter import starter_plan
 
 llama = pytest.importorskip("edgellm.engine.llama", reason="the engine is not installed")
+rows_module = pytest.importorskip("edgellm.engine.llama.rows", reason="the engine is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ def test_candidates_read_at_once_give_the_tokens_of_the_librarys_own_sampling(
             expected = [0] * len(rows)
             attached._rows._sample_chains(rows, slow, list(range(len(rows))), expected)
             with monkeypatch.context() as patched:
+                patched.setattr(rows_module, "FEW_ROWS", 0)
                 patched.setattr(attached._rows, "_sample_chains", None)
                 assert attached.sample(rows, fast) == expected
         for sampler in [*fast, *slow]:
