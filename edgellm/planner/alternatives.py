@@ -147,7 +147,7 @@ def _less_context(
     """Half the context, or a quarter, when that makes it faster."""
     for part in (2, 4):
         n_ctx = plan.params.n_ctx // part
-        if plan.verdict == "gpu" or n_ctx < 1024:
+        if plan.verdict == "gpu" or n_ctx < max(1024, request.min_ctx or 0):
             return None
         other = _try(shape, devices, request, n_ctx=n_ctx)
         if other is None or other.speed.decode_tps <= plan.speed.decode_tps * (1 + SAME):

@@ -124,3 +124,10 @@ def test_a_worker_that_does_not_answer_is_said(
 ) -> None:
     assert main(["plan", model, "--worker", "127.0.0.1:1", "--ram", "32GiB"]) == 0
     assert "warning: the worker 127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", ["6gb", "cpu-8gb"])
+def test_a_profile_with_a_least_context_plans_without_a_card(
+    model: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(capsys, model, "--profile", profile, "--backend", "cpu")["verdict"] == "cpu"
