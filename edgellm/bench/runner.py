@@ -43,6 +43,7 @@ STEADY: Final = 0.1
 N_BINS: Final = 60
 _HINT: Final = "an address of an OpenAI-compatible API, such as http://127.0.0.1:8080"
 _HINTS: Final = {
+    "empty": 'a {"prompt"} is continued without a chat template: {"messages"} are answered',
     "connect": "start the server, or mend the address",
     "timeout": "a longer --timeout, or fewer --max-tokens and --concurrency",
     "http_401": "--api-key KEY",
@@ -155,8 +156,10 @@ class Runner:
             )
             if not any(sample.is_ok for sample in phase.samples):
                 n_failed += 1
-                if n_failed == min(2, self._config.warmup_rounds):
-                    first = phase.samples[0]
+                first = phase.samples[0]
+                # A model may end at once with nothing said: that is no server that refuses.
+                most = self._config.warmup_rounds if first.error == "empty" else 2
+                if n_failed == min(most, self._config.warmup_rounds):
                     raise EngineError(
                         f"no request succeeded: {first.error}: {first.message[:300]}",
                         hint=_HINTS.get(first.error or "", _HINT),

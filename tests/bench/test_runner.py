@@ -19,7 +19,7 @@ from edgellm.bench.target import Target
 from edgellm.errors import ConfigError, EngineError
 
 from .factories import ENDPOINT, make_run, slower
-from .sim import Answer, SimServer, simulate
+from .sim import HEAD, Answer, SimServer, as_chunk, as_event, simulate
 
 
 def test_every_level_and_repeat_is_measured() -> None:
@@ -73,6 +73,16 @@ def test_a_refusal_names_the_next_step(status: int, hint: str) -> None:
 def test_one_round_of_refusals_does_not_end_the_run() -> None:
     server = SimServer(lambda i, body: Answer(status=500) if i < 4 else Answer())
     assert make_run(server).levels[0].errors == {}
+
+
+def test_a_model_that_says_nothing_at_first_is_not_a_server_that_refuses() -> None:
+    nothing = HEAD + as_event({"choices": [{"text": "", "finish_reason": "stop"}]})
+    empty = Answer(raw=[(0.1, nothing + as_chunk(b"data: [DONE]\n\n"))])
+    server = SimServer(lambda i, body: empty if i < 12 else Answer())
+    assert make_run(server).levels[0].errors == {}
+    with pytest.raises(EngineError, match="the stream held no text") as caught:
+        make_run(SimServer(lambda i, body: empty))
+    assert "messages" in (caught.value.hint or "")
 
 
 def test_what_a_template_puts_before_every_prompt_is_reused_rightly() -> None:
