@@ -75,6 +75,8 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The server's plan (edgellm) or properties (llama-server)."""
     model_path: str | None = None
     model_digest: str | None = None
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """engine.* of a model that was served for the run, from variables, config.toml or a profile."""
     memory: dict[str, int] = msgspec.field(default_factory=dict)
     """Measured bytes: the server's resident memory, and the growth of each card."""
 
@@ -171,6 +173,7 @@ def _setup(run: BenchRun) -> dict[str, Any]:
     gpus = machine.pop("gpus", [])
     return {
         "config": msgspec.to_builtins(run.config),
+        "engine": run.target.settings,
         "model": {"digest": run.target.model_digest, "name": run.target.model},
         "params": plan.get("params", {}) if isinstance(plan, dict) else {},
         "machine": machine,

@@ -73,6 +73,7 @@ class _Begun(NamedTuple):
     at: float
     label: str
     model_path: str | None
+    settings: dict[str, Any]
 
 
 class Runner:
@@ -90,12 +91,20 @@ class Runner:
         self.partial: BenchRun | None = None
         """What an interrupted run had measured, when that is something."""
 
-    async def run(self, *, label: str = "", model_path: str | None = None) -> BenchRun:
+    async def run(
+        self,
+        *,
+        label: str = "",
+        model_path: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> BenchRun:
         """Measure everything. Raises EngineError when not one request of the warm-up succeeds.
+
+        ``model_path`` and ``settings`` are of a model that was served for this run.
 
         Cancelled, it leaves the repeats that had ended in ``partial``.
         """
-        begun = _Begun(_now(), clock(), label, model_path)
+        begun = _Begun(_now(), clock(), label, model_path, settings or {})
         warnings = await self._warm_up()
         before = moment(self._pids)
         try:
@@ -125,7 +134,7 @@ class Runner:
             started=begun.started,
             took_s=clock() - begun.at,
             config=self._config,
-            target=self._record(after, about or self._target.about, begun.model_path),
+            target=self._record(after, about or self._target.about, begun),
             machine=describe_machine(),
             conditions=seen,
             levels=tuple(levels),
@@ -226,8 +235,8 @@ class Runner:
 
         return show
 
-    def _record(self, after: Moment, about: dict[str, Any], model_path: str | None) -> TargetRecord:
-        target = self._target
+    def _record(self, after: Moment, about: dict[str, Any], begun: _Begun) -> TargetRecord:
+        target, model_path = self._target, begun.model_path
         memory = {f"gpu{g.index}": g.memory_used for g in after.gpus}
         if self._pids:
             memory["resident"] = sum(map(_resident, self._pids))
@@ -239,6 +248,7 @@ class Runner:
             about=about,
             model_path=model_path,
             model_digest=quick_digest(Path(model_path)) if model_path else None,
+            settings=begun.settings,
             memory=memory,
         )
 

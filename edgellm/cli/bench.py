@@ -11,7 +11,7 @@ import shlex
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from cyclopts import App, Parameter
@@ -366,7 +366,7 @@ async def _measure(
     where: _Where, config: BenchConfig, label: str, runners: list[Runner]
 ) -> BenchRun:
     async with AsyncExitStack() as stack:
-        target, path = await _open(stack, where, config)
+        target, path, settings = await _open(stack, where, config)
         with _progress_bar() as bar:
             task = bar.add_task("warm-up", total=None)
 
@@ -374,23 +374,26 @@ async def _measure(
                 bar.update(task, description=_stage_line(stage))
 
             runners.append(Runner(target, config, on_stage))
-            return await runners[0].run(label=label, model_path=path)
+            return await runners[0].run(label=label, model_path=path, settings=settings)
 
 
 async def _open(
     stack: AsyncExitStack, where: _Where, config: BenchConfig
-) -> tuple[Target, str | None]:
+) -> tuple[Target, str | None, dict[str, Any]]:
+    """(the server, and of a model that is served for the run its file and engine settings)."""
     if _is_address(where.target):
         endpoint = Endpoint.parse(where.target, where.api_key)
-        return await find_target(endpoint, model=where.model), None
-    path = local_path(where.target, config_.load().settings)
+        return await find_target(endpoint, model=where.model), None, {}
+    settings = config_.load().settings
+    path = local_path(where.target, settings)
     flags = list(where.serve_args)
     if not any(flag.split("=", 1)[0] == "--parallel" for flag in flags):
         n_seq = 8 if config.rates else int(max(config.concurrency))
         flags += ["--parallel", str(n_seq)]
     print(f"serving {where.target} for this run ...", file=sys.stderr)
     server = RunningServer(edgellm_spec(where.target, flags))
-    return await stack.enter_async_context(server), str(path)
+    engine = {k: v for k, v in msgspec.to_builtins(settings.engine).items() if v is not None}
+    return await stack.enter_async_context(server), str(path), engine
 
 
 def _is_address(target: str) -> bool:

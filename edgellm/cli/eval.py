@@ -245,7 +245,10 @@ def _typed() -> str:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return "q"
-    return line.strip() if line else "q"
+    if line:
+        return line.strip()
+    print(file=sys.stderr)
+    return "q"
 
 
 async def _perplexities(

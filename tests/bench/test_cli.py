@@ -40,9 +40,10 @@ SMALL = ("-n", "2", "--repeats", "1", "--max-tokens", "4", "--prompt-words", "8"
 
 
 def test_a_model_is_served_measured_kept_compared_and_exported(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for label, flags in (("a", "--parallel 2"), ("b", "--parallel 2 --kv q8_0")):
+        monkeypatch.setenv("EDGELLM_ENGINE_SPEC", {"a": "off", "b": "ngram"}[label])
         run = printed(
             capsys, "bench", "starter", "-c", "1,2", *SMALL, "--label", label, "--serve-args", flags
         )
@@ -56,6 +57,7 @@ def test_a_model_is_served_measured_kept_compared_and_exported(
     assert [entry["label"] for entry in listed] == ["b", "a"]
     found = printed(capsys, "bench", "diff", "a", "b")
     assert ["params.type_k", "f16", "q8_0"] in found["settings"]
+    assert ["engine.spec", "off", "ngram"] in found["settings"]
     page = tmp_path / "page.html"
     assert main(["bench", "export", "a", "b", "-o", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
