@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,11 +34,20 @@ ALONE = (
 )
 
 
-def opened(page: str, folder: Path) -> tuple[str, list[str]]:
+MEASURE = """<script>
+const label = document.querySelector("svg text");
+document.body.dataset.label = Math.round(label.getBoundingClientRect().height);
+document.body.dataset.over = document.documentElement.scrollWidth - innerWidth;
+document.body.dataset.wide = innerWidth;
+</script></body>"""
+
+
+def opened(page: str, folder: Path, *flags: str) -> tuple[str, list[str]]:
     """(the page's DOM after its scripts, what its console said)."""
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
-    command = [str(BROWSER), *ALONE, f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    command = [str(BROWSER), *ALONE, f"--user-data-dir={folder / 'profile'}"]
+    command += [*flags, "--dump-dom"]
     done = subprocess.run(
         [*command, file.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
@@ -53,6 +63,20 @@ def test_the_page_works_offline_and_its_console_is_empty(tmp_path: Path) -> None
     assert 'data-off="' in dom
     assert 'data-off="0"' not in dom
     assert 'data-tip=""' not in dom.split("<h1")[0]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_phone_has_axes_to_read_and_nothing_to_push_sideways(tmp_path: Path) -> None:
+    page = render([(1, make_run(label="before")), (2, make_run(slower(2), label="after"))])
+    dom, said = opened(page.replace("</body>", MEASURE), tmp_path, "--window-size=390,900")
+    assert said == []
+    found = {
+        name: int(re.findall(rf'data-{name}="(-?\d+)"', dom)[0])
+        for name in ("wide", "over", "label")
+    }
+    assert found["wide"] <= 600
+    assert found["over"] <= 0
+    assert found["label"] >= 11
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
