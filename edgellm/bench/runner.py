@@ -244,7 +244,7 @@ class Runner:
             name=target.name,
             url=target.endpoint.url,
             model=target.model,
-            command=target.command,
+            command=without_keys(target.command),
             about=about,
             model_path=model_path,
             model_digest=quick_digest(Path(model_path)) if model_path else None,
@@ -356,6 +356,18 @@ def _unequal_work(level: Level, config: BenchConfig) -> str | None:
         f"answers have {mean:.0f} tokens, not the {scenario.max_tokens} asked for: the server "
         "does not know ignore_eos, or has its own limit; compare TPOT, not requests/s or e2e"
     )
+
+
+def without_keys(command: Sequence[str]) -> tuple[str, ...]:
+    """A command as it may be kept and shown to others: what follows ``--api-key`` is left out."""
+    out: list[str] = []
+    for word in command:
+        name, has_value, _ = word.partition("=")
+        if out and out[-1] == "--api-key":
+            out.append("...")
+        else:
+            out.append(f"{name}=..." if name == "--api-key" and has_value else word)
+    return tuple(out)
 
 
 def quick_digest(path: Path) -> str:

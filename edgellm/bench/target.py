@@ -56,11 +56,13 @@ def free_port() -> int:
         return port
 
 
-def edgellm_spec(model: str, flags: Sequence[str] = (), *, name: str = "edgellm") -> ServerSpec:
+def edgellm_spec(
+    model: str, flags: Sequence[str] = (), *, name: str = "edgellm", api_key: str | None = None
+) -> ServerSpec:
     """``edgellm serve`` of this very installation on a free port."""
     port = str(free_port())
     command = (sys.executable, "-m", "edgellm", "serve", model, "--port", port, *flags)
-    return ServerSpec(name=name, command=command, url=f"http://127.0.0.1:{port}")
+    return ServerSpec(name=name, command=command, url=f"http://127.0.0.1:{port}", api_key=api_key)
 
 
 def llama_server_spec(

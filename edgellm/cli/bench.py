@@ -391,7 +391,7 @@ async def _open(
         n_seq = 8 if config.rates else int(max(config.concurrency))
         flags += ["--parallel", str(n_seq)]
     print(f"serving {where.target} for this run ...", file=sys.stderr)
-    server = RunningServer(edgellm_spec(where.target, flags))
+    server = RunningServer(edgellm_spec(where.target, flags, api_key=where.api_key))
     engine = {k: v for k, v in msgspec.to_builtins(settings.engine).items() if v is not None}
     return await stack.enter_async_context(server), str(path), engine
 

@@ -65,6 +65,15 @@ def test_a_model_is_served_measured_kept_compared_and_exported(
     assert "#1 edgellm" in capsys.readouterr().out
 
 
+def test_a_model_that_is_served_with_a_key_is_measured_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = ("--serve-args", "--api-key me:secret-1", "--api-key", "secret-1")
+    run = printed(capsys, "bench", "starter", "-c", "1", *SMALL, *key)
+    assert run["levels"][0]["errors"] == {}
+    assert "secret-1" not in json.dumps(run)
+
+
 def test_a_run_need_not_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, "bench", "starter", "-c", "1", *SMALL, "--no-save")
     assert printed(capsys, "bench", "ls") == []

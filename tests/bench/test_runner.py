@@ -12,7 +12,7 @@ import pytest
 from edgellm.bench import machine
 from edgellm.bench.machine import Conditions, parse_gpu_states, safety_warnings
 from edgellm.bench.results import BenchConfig, compare_runs, settings_diff
-from edgellm.bench.runner import Runner, quick_digest
+from edgellm.bench.runner import Runner, quick_digest, without_keys
 from edgellm.bench.scenarios import make_jobs, scenario_from
 from edgellm.bench.stats import Objective, over_repeats, parse_seconds
 from edgellm.bench.target import Target
@@ -91,6 +91,12 @@ def test_what_a_template_puts_before_every_prompt_is_reused_rightly() -> None:
         answer = Answer(n_prompt=90, n_cached=n_cached)
         run = make_run(SimServer(lambda i, body, a=answer: a), scenario=scenario_from("chat"))
         assert any("came from a cache" in w for w in run.warnings) == is_said
+
+
+def test_a_key_is_not_kept_with_the_command() -> None:
+    given = ("serve", "m", "--api-key", "sk-1", "--api-key=sk-2", "--port", "1")
+    kept = ("serve", "m", "--api-key", "...", "--api-key=...", "--port", "1")
+    assert without_keys(given) == kept
 
 
 def test_an_interrupted_run_leaves_the_repeats_that_had_ended() -> None:
