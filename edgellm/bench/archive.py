@@ -133,13 +133,13 @@ class Archive:
             )
             return int(cursor.lastrowid or 0)
 
-    def entries(self, *, kind: str | None = None, limit: int = 50) -> list[Entry]:
+    def entries(self, *, kind: str | None = None, limit: int | None = 50) -> list[Entry]:
         """The newest runs first."""
         with self.open() as db:
             rows = db.execute(
                 "SELECT id, kind, started, label, target, model, scenario, headline FROM runs"
                 " WHERE ?1 IS NULL OR kind = ?1 ORDER BY id DESC LIMIT ?2",
-                (kind, limit),
+                (kind, -1 if limit is None else limit),
             ).fetchall()
         names = Entry.__struct_fields__
         return [Entry(**dict(zip(names, row, strict=True))) for row in rows]

@@ -34,6 +34,7 @@ from edgellm.cli.flags import AT_LEAST_0, AT_LEAST_1
 from edgellm.cli.tune import steps_table
 from edgellm.runtime import local_path
 
+N_SHOWN: Final = 50
 DEFAULT_CONCURRENCY: Final = "1,4,8"
 app = App(name="bench")
 
@@ -230,11 +231,13 @@ def ls(*, kind: Literal["bench", "tune", "eval"] | None = None, json: bool = Fal
     json
         Print JSON.
     """
-    entries = Archive().entries(kind=kind)
+    entries = Archive().entries(kind=kind, limit=None)
     if json:
         _print_json(entries)
-    else:
-        report.show_entries(Console(), entries)
+        return
+    report.show_entries(Console(), entries[:N_SHOWN])
+    if n_more := len(entries[N_SHOWN:]):
+        print(f"and {n_more} older: edgellm bench ls --json lists them all")
 
 
 @app.command

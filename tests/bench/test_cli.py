@@ -74,6 +74,17 @@ def test_a_model_that_is_served_with_a_key_is_measured_with_it(
     assert "secret-1" not in json.dumps(run)
 
 
+def test_runs_beyond_the_list_are_said_and_in_its_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, archive = make_run(), Archive()
+    for _ in range(53):
+        archive.add(run)
+    assert len(printed(capsys, "bench", "ls")) == 53
+    assert main(["bench", "ls"]) == 0
+    assert "and 3 older" in capsys.readouterr().out
+
+
 def test_a_run_need_not_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, "bench", "starter", "-c", "1", *SMALL, "--no-save")
     assert printed(capsys, "bench", "ls") == []
