@@ -339,8 +339,10 @@ class Loop:
                 self.output.started.append(w.seq.request.id)
                 self.output.progress(w.seq, w.seq.n_cached)
                 self.meter.cached_tokens += w.seq.n_cached if w.seq.index == 0 else 0
-        if self.output.started:
-            # Before the step: should it end the process, the parent must know who was in it.
+        is_quick = all(len(span.tokens) == 1 for span in spans)
+        if self.output.started or not is_quick:
+            # Before the step: should it end the process, the parent must know who was in it; and
+            # one of a new shape takes long to hand over (8 ms for the first beside a prompt).
             self._flush()
         return self.backend.decode(spans, self._flush if self.backend.limits.is_async else None)
 
