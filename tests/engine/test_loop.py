@@ -59,6 +59,28 @@ def test_a_device_computes_the_next_step_while_this_one_is_told() -> None:
     assert simulation.text(r.id) == alone(r)
 
 
+def test_a_step_of_another_shape_waits_until_this_one_is_told() -> None:
+    """It may take long to hand over, and the streams that run would wait for that too."""
+    simulation = Simulation(script=Script(is_async=True, answer_tokens=0), n_batch=32)
+    r = request("tell me", max_tokens=99)
+    simulation.add(r)
+    told_before: list[int] = []
+    inner = simulation.backend.decode
+
+    def decode(spans: Any, meanwhile: Any = None) -> int:
+        told_before.append(len(simulation.ids(r.id)) if r.id in simulation.events else 0)
+        return inner(spans, meanwhile)
+
+    simulation.backend.decode = decode  # type: ignore[method-assign]
+    for _ in range(4):
+        simulation.turn()
+    # The prompt; the first decode, of another shape; then two of its shape, told meanwhile.
+    assert told_before == [0, 1, 1, 2]
+    simulation.add(request(LONG * 3, max_tokens=2))
+    simulation.turn()
+    assert told_before[-1] == 4
+
+
 def test_what_an_error_or_a_cancel_leaves_is_told_at_once_beside_a_device() -> None:
     script = Script(
         is_async=True, answer_tokens=0, faults=(Fault(kind="raise", at_step=3, times=1),)

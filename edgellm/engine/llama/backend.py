@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from edgellm.engine.backend import NO_CELLS, OK, Allowed, OnProgress, Span
+from edgellm.engine.backend import OK, Allowed, OnProgress, Span
 from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.engine.llama.batch import Batch
 from edgellm.engine.llama.describe import describe
@@ -25,7 +25,6 @@ from edgellm.engine.llama.limits import (
 )
 from edgellm.engine.llama.log import LoadLog, devices_named, load_error, read_report
 from edgellm.engine.llama.memory import Memory
-from edgellm.engine.llama.padding import Padding, may_pad, pad_id
 from edgellm.engine.llama.params import context_params, model_params
 from edgellm.engine.llama.rows import Rows
 from edgellm.engine.llama.samplers import SamplerFactory, make_chain
@@ -60,7 +59,6 @@ class LlamaBackend:
         self._ctx = self._make_context()
         self._memory = Memory(self._ctx)
         self.limits = true_limits(self.limits, self._ctx, self._memory.can_shift)
-        self._padding = Padding(pad_id(self.limits))
         self._batch = Batch(self.limits.n_batch)
         n_threads = sample_threads(plan, options)
         self._rows = Rows(self._ctx, self._batch, self._vocab, self.limits, n_threads)
@@ -99,7 +97,7 @@ class LlamaBackend:
     def _make_context(self) -> Any:
         self._on_progress(LoadProgress(stage="context", fraction=0.0))
         p, options = self._plan.params, self._options
-        n_seq = pad_id(self.limits) + may_pad(self.limits)
+        n_seq = len(self.limits.slot_ids) + len(self.limits.plain_ids)
         p = msgspec.structs.replace(
             p, n_seq_max=n_seq, n_outputs_max=n_outputs(self._plan, options, n_seq)
         )
@@ -142,8 +140,6 @@ class LlamaBackend:
             self.seq_rm(slot, 0)
         if on_gpu:
             self._warm_small_batches(min(depth, n_ubatch))
-        if may_pad(self.limits):
-            self._padding.learn(self._compute, self.seq_rm, self.limits.slot_ids)
         return time.monotonic() - began
 
     def _warm_small_batches(self, most: int) -> None:
@@ -188,15 +184,6 @@ class LlamaBackend:
     # -- steps -------------------------------------------------------------------------------
 
     def decode(self, spans: Sequence[Span], meanwhile: Callable[[], None] | None = None) -> int:
-        padded = self._padding.of(spans)
-        code = self._compute(padded, meanwhile)
-        if padded is not spans:
-            self._memory.remove(self._padding.seq_id, 0)
-            if code == NO_CELLS:
-                code = self._compute(spans)
-        return code
-
-    def _compute(self, spans: Sequence[Span], meanwhile: Callable[[], None] | None = None) -> int:
         batch = self._batch
         batch.fill(spans)
         code: int = lib.llama_decode(self._ctx, batch.struct)

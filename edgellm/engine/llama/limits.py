@@ -9,7 +9,6 @@ import msgspec
 from edgellm.engine.backend import Limits
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.llama.library import MAX_SEQ, lib
-from edgellm.engine.llama.padding import may_pad, pad_id
 from edgellm.engine.retention import first_budget
 from edgellm.planner.plan import Plan
 
@@ -99,9 +98,6 @@ def _retain_cells(plan: Plan) -> int:
 
 def true_limits(planned: Limits, ctx: Any, can_shift: bool) -> Limits:
     """The limits of the context that was made."""
-    if may_pad(planned):
-        ids = tuple(i for i in planned.retained_ids if i != pad_id(planned))
-        planned = msgspec.structs.replace(planned, retained_ids=ids)
     return msgspec.structs.replace(
         planned,
         n_cells=lib.llama_n_ctx(ctx),
