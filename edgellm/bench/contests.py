@@ -188,6 +188,8 @@ async def interactive(heat: Heat) -> Figures:
     phase = await _phase(heat, load)
     urgent = Phase(samples=_by_group(phase, "urgent"), begin=phase.begin, end=phase.end)
     figures = phase_metrics(urgent)
+    # Batch work that was left before it had its turn is no failure.
+    phase.samples = [s for s in phase.samples if (s.finish, s.error) != ("disconnected", "empty")]
     figures["error_ratio"] = phase_metrics(phase)["error_ratio"]
     idle_ttft = phase_metrics(idle).get("ttft_p50_s")
     if idle_ttft and "ttft_max_s" in figures:

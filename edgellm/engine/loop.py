@@ -131,6 +131,7 @@ class Loop:
 
     def _work(self) -> None:
         if self._embeds:
+            self._flush()
             self._embed(self._embeds.pop(0))
         elif self.scheduler.has_work:
             self._step()

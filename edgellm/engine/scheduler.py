@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
 from edgellm.engine.costs import Costs
+from edgellm.engine.heights import Heights
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
 from edgellm.engine.retention import Retention
@@ -100,6 +101,7 @@ class Scheduler:
         self.options = options
         self.costs = Costs()
         self.tree = PrefixTree()
+        self.heights = Heights()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.checkpoints = Checkpoints(options.checkpoint_bytes)
@@ -412,6 +414,7 @@ class Scheduler:
         self.retention.looked_up(seq.tokens, found.n, retained=retained)
         self.n_hits += 1
         self.tree.share(found.holder, seq.slot, found.n)
+        self.heights.copied(found.holder, seq.slot, found.n)
         self._ops.append(Copy(found.holder, seq.slot, found.n))
         self._touch(found.holder)
         return found.n
@@ -500,6 +503,7 @@ class Scheduler:
         del self._retained[holder]
         self._pinned.discard(holder)
         self.tree.release(holder)
+        self.heights.forget(holder)
         self._ops.append(Remove(holder, 0))
         self._free_retained.append(holder)
 
@@ -533,12 +537,14 @@ class Scheduler:
             if target is not None:
                 self._ops.append(Copy(slot, target, self.tree.length(slot)))
                 self.tree.rename(slot, target)
+                self.heights.renamed(slot, target)
                 self._retained[target] = None
                 for inner in self.tree.subsumed(target):
                     if inner in self._retained and inner not in self._pinned:
                         self._forget(inner)
                 self._keep_to_budget()
         self.tree.release(slot)
+        self.heights.forget(slot)
         self._ops.append(Remove(slot, 0))
         free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
         free.append(slot)
@@ -553,6 +559,19 @@ class Scheduler:
                 return
             self.retention.let_go(self.tree.tokens(holder))
             self._forget(holder)
+        self._keep_low()
+
+    def _keep_low(self) -> None:
+        """Let go of prefixes, the newest too, that lie far above everything else: empty cells below
+        them cost a step what full ones do."""
+        while loose := [holder for holder in self._retained if holder not in self._pinned]:
+            highest = max(loose, key=self.heights.top)
+            others = [self.heights.top(h) for h in self.tree.holders if h != highest]
+            below = max([self.n_cells_used, *others])
+            if self.heights.top(highest) - below <= self.retention.cells:
+                return
+            self.retention.let_go(self.tree.tokens(highest))
+            self._forget(highest)
 
     def _worth_keeping(self, slot: int) -> bool:
         if not (self._shares_cells and self.options.retain_prefixes):
@@ -572,12 +591,14 @@ class Scheduler:
         seq = work.seq
         if self._shares_cells and n:
             self.tree.extend(seq.slot, seq.tokens[work.start : work.start + n])
+            self.heights.grew(seq.slot, work.start + n, self.tree.n_cells)
         seq.n_computed = work.start + n
 
     def accepted(self, seq: Sequence, tokens: array[int]) -> None:
         """Draft tokens that were right are in the cache now (and already in ``tokens``)."""
         if self._shares_cells and len(tokens):
             self.tree.extend(seq.slot, tokens)
+            self.heights.grew(seq.slot, seq.n_computed + len(tokens), self.tree.n_cells)
         seq.n_computed += len(tokens)
 
     def reject(self, seq: Sequence) -> None:
@@ -609,6 +630,7 @@ class Scheduler:
         target = self._reserve_pin(n)
         if target is not None:
             self.tree.share(seq.slot, target, n)
+            self.heights.copied(seq.slot, target, n)
             self._ops.append(Copy(seq.slot, target, n))
         return target
 
@@ -617,6 +639,7 @@ class Scheduler:
         target = self._reserve_pin(len(tokens)) if self._shares_cells else None
         if target is not None:
             self.tree.extend(target, tokens)
+            self.heights.grew(target, len(tokens), self.tree.n_cells)
         return target
 
     def drop_pin(self, holder: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from msgspec import structs
 
 from edgellm.engine.constrain import make_factory
 from edgellm.engine.info import EngineOptions, Fault, Script
+from edgellm.engine.score import ScoreJob
 from edgellm.engine.worker import vocabulary_of
 from edgellm.errors import EngineError
 from edgellm.request import FinishReason, Grammar, GrammarKind, Overflow, Priority
@@ -79,6 +81,20 @@ def test_a_step_of_another_shape_waits_until_this_one_is_told() -> None:
     simulation.add(request(LONG * 3, max_tokens=2))
     simulation.turn()
     assert told_before[-1] == 4
+
+
+def test_scores_wait_until_the_step_before_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(script=Script(is_async=True, answer_tokens=0))
+    r = request("tell me", max_tokens=99)
+    simulation.add(r)
+    simulation.turn()
+    simulation.turn()
+    told: list[int] = []
+    loop = simulation.loop
+    monkeypatch.setattr(loop, "_embed", lambda job: told.append(len(simulation.ids(r.id))))
+    loop.inbox.put(ScoreJob(1, array("i", [5, 6, 7]), 1, "logprobs"))
+    simulation.turn()
+    assert told == [2]
 
 
 def test_what_an_error_or_a_cancel_leaves_is_told_at_once_beside_a_device() -> None:

@@ -167,6 +167,37 @@ def test_urgency_orders_the_queue_and_waiting_raises_it() -> None:
     assert step.work[0].seq is old  # 3.1 levels of waiting beat one of priority
 
 
+def test_the_newest_prefix_is_kept_however_long_it_is() -> None:
+    scheduler = Scheduler(limits(n_cells=8192, n_ctx_seq=4096, retain_cells=64), EngineOptions())
+    (seq,) = running(scheduler, list(range(2000)))
+    scheduler.finish(seq)
+    assert scheduler.n_cells_retained == 2000
+
+
+def test_a_prefix_far_above_what_is_used_is_let_go() -> None:
+    """Written beside a long prompt: its cells lie above those that are free now."""
+    scheduler = Scheduler(limits(n_cells=8192, n_ctx_seq=4096, retain_cells=64), EngineOptions())
+    (short,) = running(scheduler, list(range(5000, 5020)))
+    (long,) = running(scheduler, list(range(1000)))
+    for _ in range(20):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.finish(long)
+    assert scheduler.n_cells_retained >= 1000
+    scheduler.finish(short)
+    assert scheduler.n_cells_retained == 0
+    assert scheduler.heights.top(short.slot) == 0
+
+
+def test_prefixes_that_lie_side_by_side_are_kept() -> None:
+    scheduler = Scheduler(limits(n_cells=8192, n_ctx_seq=4096, retain_cells=4096), EngineOptions())
+    first, second = running(scheduler, list(range(900)), list(range(3000, 3900)))
+    for _ in range(50):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.finish(first)
+    scheduler.finish(second)
+    assert scheduler.n_cells_retained > 1800
+
+
 def test_the_queue_is_bounded() -> None:
     scheduler = Scheduler(limits(), EngineOptions(max_waiting=1))
     scheduler.add([sequence([1]) for _ in range(5)])

@@ -1,0 +1,93 @@
+"""The bound on where cells lie holds for a cache that gives out its lowest free cells."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm.engine.heights import STEP, Heights
+
+
+class Cache:
+    """Lowest free cell first; who holds what is counted."""
+
+    def __init__(self) -> None:
+        self.cells: list[set[int]] = []
+        self.held: dict[int, list[int]] = {}
+
+    @property
+    def n_used(self) -> int:
+        return sum(map(bool, self.cells))
+
+    def grow(self, holder: int, n: int) -> None:
+        for _ in range(n):
+            free = next((i for i, who in enumerate(self.cells) if not who), len(self.cells))
+            if free == len(self.cells):
+                self.cells.append(set())
+            self.cells[free].add(holder)
+            self.held.setdefault(holder, []).append(free)
+
+    def copy(self, source: int, target: int, n: int) -> None:
+        self.held[target] = self.held[source][:n]
+        for cell in self.held[target]:
+            self.cells[cell].add(target)
+
+    def release(self, holder: int) -> None:
+        for cell in self.held.pop(holder, []):
+            self.cells[cell].discard(holder)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_no_cell_lies_above_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    cache, heights, n_holders = Cache(), Heights(), 0
+    for _ in range(60):
+        holders = list(cache.held)
+        what = rng.choice(("new", "grow", "grow", "copy", "release"))
+        if what == "new" or not holders:
+            holder, n_holders = n_holders, n_holders + 1
+            cache.grow(holder, n := rng.randint(1, 200))
+            heights.grew(holder, n, cache.n_used)
+        elif what == "grow":
+            cache.grow(holder := rng.choice(holders), rng.choice((1, 1, 30)))
+            heights.grew(holder, len(cache.held[holder]), cache.n_used)
+        elif what == "copy":
+            source, target, n_holders = rng.choice(holders), n_holders, n_holders + 1
+            n = rng.randint(1, len(cache.held[source]))
+            cache.copy(source, target, n)
+            heights.copied(source, target, n)
+        else:
+            cache.release(holder := rng.choice(holders))
+            heights.forget(holder)
+        for holder, cells in cache.held.items():
+            assert max(cells) < heights.top(holder)
+
+
+def test_a_beginning_that_is_shared_is_as_low_as_it_was_written() -> None:
+    heights = Heights()
+    heights.grew(1, 100, 100)
+    heights.grew(1, 120, 5000)
+    heights.copied(1, 2, 100)
+    assert heights.top(2) == 100
+    heights.copied(1, 3, 101)
+    assert heights.top(3) == 5000
+
+
+def test_what_grows_token_by_token_takes_few_marks() -> None:
+    heights = Heights()
+    for n in range(1, 10_000):
+        heights.grew(1, n, n)
+    assert heights.top(1) == 9_999
+    assert len(heights._marks[1]) <= 2 * 10_000 / STEP
+
+
+def test_a_renamed_holder_keeps_its_height() -> None:
+    heights = Heights()
+    heights.grew(1, 10, 700)
+    heights.renamed(1, 2)
+    assert (heights.top(1), heights.top(2)) == (0, 700)
+    heights.forget(2)
+    assert heights.top(2) == 0
