@@ -39,6 +39,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="starter")
     parser.add_argument("--grid", action="append", default=[])
     parser.add_argument("--for", dest="objective", default="throughput")
+    parser.add_argument("--prompt-words", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out")
     parser.add_argument("--table", nargs="+")
@@ -63,7 +65,10 @@ def points(grids: list[str]) -> list[Settings]:
 
 async def sweep(args: argparse.Namespace) -> list[Trial]:
     """Every point, round after round."""
-    measure = EngineTrials(args.model, Workload(objective=args.objective))
+    work = Workload(
+        objective=args.objective, prompt_words=args.prompt_words, max_tokens=args.max_tokens
+    )
+    measure = EngineTrials(args.model, work)
     out = []
     for number in range(args.rounds):
         for point in points(args.grid):
