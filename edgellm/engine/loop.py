@@ -424,7 +424,7 @@ class Loop:
                 seq.prompt_logprobs.append(self.backend.logprobs(at + i, token, k))
 
     def _save_checkpoint(self, seq: Sequence) -> None:
-        seq.checkpoint_at = 0
+        seq.checkpoint_at, seq.checkpoint_next = seq.checkpoint_next, 0
         state = self.backend.state_get(seq.slot)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
 

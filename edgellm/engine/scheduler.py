@@ -12,7 +12,7 @@ that the loop carries out in order.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -34,6 +34,8 @@ STALL_S: Final = 0.05
 them takes two CPU cores 16 ms."""
 FIRST_SHARE: Final = 16
 """The chunk while costs are unknown: this part of an ubatch."""
+N_RECENT: Final = 32
+"""Prompts that a new one is compared with, to find what they begin with alike."""
 CROWD: Final = 4.0
 """How much longer a step may be for each further prompt that waits, over the streams it delays."""
 
@@ -121,6 +123,8 @@ class Scheduler:
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
         self._last_chunk = 0
+        self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
+        """Tokens of the sequences that started last, where prefixes are shared by checkpoints."""
 
     # -- the queue ---------------------------------------------------------------------------
 
@@ -369,9 +373,11 @@ class Scheduler:
 
     def _waits_for_prefix(self, seq: Sequence) -> bool:
         """A running sequence is computing a prefix that this one could share: let it finish."""
-        if not self._shares_cells or not seq.request.cache_prompt:
+        if not seq.request.cache_prompt:
             return False
         limit = len(seq.tokens) - 1
+        if not self._shares_cells:
+            return self._waits_for_checkpoint(seq, limit)
         cached: int | None = None
         for other in self.running:
             if other.n_pending <= 1:
@@ -383,6 +389,22 @@ class Scheduler:
                 found = self.tree.match(seq.tokens, limit)
                 cached = found.n if found else 0
             if same > cached:
+                return True
+        return False
+
+    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> bool:
+        """The same where states are saved: one will be soon that this prompt begins with."""
+        if self.limits.sharing != "checkpoint":
+            return False
+        saved = -1
+        for other in self.running:
+            at = other.checkpoint_at
+            if other.n_computed >= at or at > limit or common_prefix(other.tokens, seq.tokens) < at:
+                continue
+            if saved < 0:
+                found = self.checkpoints.match(seq.tokens, limit)
+                saved = len(found.tokens) if found else 0
+            if at > saved:
                 return True
         return False
 
@@ -424,14 +446,23 @@ class Scheduler:
         if self.limits.sharing != "checkpoint":
             self._miss(seq, "split_cache")
             return 0
-        seq.checkpoint_at = limit if limit >= self.options.prefix_min else 0
         found = self.checkpoints.match(seq.tokens, limit)
+        self._plan_checkpoints(seq, limit, len(found.tokens) if found else 0)
         if found is None:
             self._miss(seq, "no_checkpoint")
             return 0
         self.n_hits += 1
         self._ops.append(Restore(seq.slot, found.key))
         return len(found.tokens)
+
+    def _plan_checkpoints(self, seq: Sequence, limit: int, n_saved: int) -> None:
+        """Save the prompt's end, for the conversation's next turn; and before it where it parts
+        from another prompt, for a third that begins like both."""
+        least = self.options.prefix_min
+        same = max((common_prefix(other, seq.tokens) for other in self._recent), default=0)
+        points = [n for n in (same, limit) if least <= n <= limit and n > n_saved]
+        seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
+        self._recent.append(seq.tokens)
 
     def restore_failed(self, seq_id: int) -> None:
         """A checkpoint could not be put back: its sequence computes its prompt after all."""

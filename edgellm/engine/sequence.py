@@ -30,6 +30,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "checkpoint_at",
+        "checkpoint_next",
         "constraint",
         "cum_logprob",
         "draft",
@@ -103,6 +104,9 @@ class Sequence:
         self.max_output = 0
         self.end_allowed = request.sampling.min_tokens == 0
         self.checkpoint_at = 0
+        """Where the state is saved next; 0: nowhere."""
+        self.checkpoint_next = 0
+        """And where after that."""
         self.constraint: Any = None
         self.turns: tuple[int, ...] = ()
         self.miss: str | None = None

@@ -76,6 +76,7 @@ def test_the_curve_says_where_it_was_linear_and_where_it_ended() -> None:
         (512, "better"),
         (1024, "better"),
         (2048, "over-saturated"),
+        (4096, "over-saturated"),
     ]
 
 
@@ -85,7 +86,18 @@ def test_a_doubling_that_doubles_is_linear() -> None:
             return float(min(settings.get("u", 256), 1024))
 
     steps = search(Linear(), (UBATCH,)).steps
-    assert [s.verdict for s in steps] == ["linear", "linear", "saturated"]
+    assert [s.verdict for s in steps] == ["linear", "linear", "saturated", "saturated"]
+
+
+def test_a_dip_before_the_knee_does_not_end_the_climb() -> None:
+    class Dip(World):
+        def speed(self, settings: Settings) -> float:
+            speeds = {256: 153, 512: 147, 1024: 201, 2048: 257, 4096: 302}
+            return float(speeds[settings.get("u", 256)])
+
+    result = search(Dip(), (UBATCH,))
+    assert result.best == {"u": 4096}
+    assert [s.verdict for s in result.steps] == ["over-saturated", "better", "better", "better"]
 
 
 def test_a_knee_below_the_plan_is_found_downwards() -> None:

@@ -320,6 +320,52 @@ def test_checkpoints_stand_in_for_shared_cells() -> None:
     assert simulation.loop.scheduler.misses["no_checkpoint"] == 1
 
 
+def test_a_third_prompt_begins_where_two_others_parted() -> None:
+    """A system prompt, and three conversations under it: the state is saved where they differ."""
+    simulation = Simulation(script=Script(share="checkpoint"))
+    cached = []
+    for tail in ("one", "two", "three"):
+        r = request(LONG * 3 + f"{tail} " * 6, max_tokens=5)
+        simulation.add(r)
+        simulation.run()
+        assert simulation.text(r.id) == alone(r)
+        usage = simulation.last(r.id).usage
+        assert usage is not None
+        cached.append(usage.n_cached)
+    assert cached[:2] == [0, 0]
+    assert cached[2] >= 60
+
+
+def test_prompts_that_begin_alike_and_come_together_wait_for_one_of_them() -> None:
+    simulation = Simulation(script=Script(share="checkpoint"), n_batch=32)
+    seen = request(LONG * 3 + "seen " * 6, max_tokens=2)
+    simulation.add(seen)
+    simulation.run()
+    wave = [request(LONG * 3 + f"{i} " * 6, max_tokens=4) for i in range(4)]
+    for r in wave:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
+    usages = [simulation.last(r.id).usage for r in wave]
+    assert sorted(u.n_cached >= 60 for u in usages if u is not None) == [False, True, True, True]
+
+
+def test_a_cancelled_first_leaves_nobody_waiting_for_its_state() -> None:
+    simulation = Simulation(script=Script(share="checkpoint"), n_batch=32)
+    seen = request(LONG * 3 + "seen " * 6, max_tokens=2)
+    simulation.add(seen)
+    simulation.run()
+    first, second = (request(LONG * 3 + f"{t} " * 6, max_tokens=4) for t in ("first", "second"))
+    simulation.add(first)
+    simulation.turn()
+    simulation.add(second)
+    simulation.turn()
+    simulation.cancel(first.id)
+    simulation.run()
+    assert simulation.last(first.id).finish_reason is FinishReason.CANCELLED
+    assert simulation.text(second.id) == alone(second)
+
+
 @pytest.mark.parametrize("share", ["cells", "checkpoint", "none"])
 def test_every_kind_of_cache_gives_the_same_text(share: str) -> None:
     requests = [request(LONG * 2 + f"{i}", max_tokens=30) for i in range(6)]
