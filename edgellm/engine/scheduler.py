@@ -123,6 +123,8 @@ class Scheduler:
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
         self._last_chunk = 0
+        self._awaited: dict[Sequence, Sequence] = {}
+        """Running sequences that others wait for in this step, and the most urgent of these."""
         self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
         """Tokens of the sequences that started last, where prefixes are shared by checkpoints."""
 
@@ -187,6 +189,10 @@ class Scheduler:
         waited = now - seq.waiting_since
         return (seq.request.priority - waited / self.options.aging_s, seq.order)
 
+    def _urgency_for_others(self, seq: Sequence, now: float) -> tuple[float, int]:
+        """A running sequence is as urgent as the most urgent one that waits for its prefix."""
+        return min(self._urgency(seq, now), self._urgency(self._awaited.get(seq, seq), now))
+
     # -- one step ----------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Step:
@@ -211,12 +217,17 @@ class Scheduler:
         if self._is_split:
             decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
-        for seq in decoding:
+        for n_before, seq in enumerate(decoding):
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
                 continue
             if self._free < 1 and not self._make_room(1, seq, work, finished):
                 continue
-            draft = self._draft(seq, min(budget, outputs) - 1) if seq.draft else ()
+            draft: tuple[int, ...] = ()
+            if seq.draft:
+                # A row for everyone first; guesses share what is left.
+                n_left = len(decoding) - n_before
+                spare = min(budget, outputs - len(prefilling)) - n_left
+                draft = self._draft(seq, -(-spare // n_left))
             n_out = 1 + len(draft)
             work.append(Work(seq, seq.n_computed, 1, n_out, draft))
             self._free -= n_out
@@ -224,7 +235,7 @@ class Scheduler:
             outputs -= n_out
         n_first = len(work)
         if prefilling:
-            prefilling.sort(key=lambda s: self._urgency(s, now))
+            prefilling.sort(key=lambda s: self._urgency_for_others(s, now))
             self._fill_prefill(prefilling, work, budget, outputs, finished)
         if self.n_preemptions != self._seen_preemptions:
             self._seen_preemptions = self.n_preemptions
@@ -292,7 +303,8 @@ class Scheduler:
         arrives in it waits for its end.
         """
         costs, most = self.costs, self.limits.n_prefill or self.limits.n_ubatch
-        urgent = prefilling[0].request.priority
+        first = prefilling[0]
+        urgent = min(first.request.priority, self._awaited.get(first, first).request.priority)
         if not work or all(w.seq.request.priority > urgent for w in work):
             return most
         calm = costs.decode_s(len(work))
@@ -313,6 +325,7 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
+        self._awaited.clear()
         if not self.waiting:
             return
         self.waiting.sort(key=lambda s: self._urgency(s, now))
@@ -320,10 +333,12 @@ class Scheduler:
         queue, self.waiting = self.waiting, []
         while queue:
             seq = queue[0]
-            if self._waits_for_prefix(seq):
+            other = self._waits_for(seq)
+            if other is not None:
+                self._awaited.setdefault(other, seq)
                 held.append(queue.pop(0))
                 continue
-            if not self._has_slot(seq, now) or not self._has_cells_for(seq):
+            if not self._has_slot(seq, now) or not self._has_cells_for(seq, now):
                 break
             queue.pop(0)
             self._start(seq, now)
@@ -333,20 +348,21 @@ class Scheduler:
         pool = self._pool(seq)
         if pool and len(self.running) < self.limits.n_running:
             return True
-        level = self._urgency(seq, now)[0]
-        victims = [
-            s
-            for s in self.running
-            if self._may_displace(seq, level, s) and (pool or s.slot in self._ids(seq))
-        ]
+        victims = [s for s in self._displaceable(seq, now) if pool or s.slot in self._ids(seq)]
         if not victims:
             return False
-        self.preempt(max(victims, key=lambda s: (s.request.priority, s.order)), now)
+        self.preempt(victims[0], now)
         return bool(self._pool(seq))
+
+    def _displaceable(self, seq: Sequence, now: float) -> list[Sequence]:
+        """Running sequences that give way to ``seq``, the least urgent and newest first."""
+        level = self._urgency(seq, now)[0]
+        found = [s for s in self.running if self._may_displace(seq, level, s)]
+        return sorted(found, key=lambda s: (s.request.priority, s.order), reverse=True)
 
     @staticmethod
     def _may_displace(seq: Sequence, level: float, other: Sequence) -> bool:
-        """Whether ``other`` gives its slot to ``seq``.
+        """Whether ``other`` gives its slot, or its cells, to ``seq``.
 
         An interactive request takes a less urgent one's; else a slot that was got by waiting is
         kept, or those who waited longest would be put out first.
@@ -362,7 +378,22 @@ class Scheduler:
     def _pool(self, seq: Sequence) -> list[int]:
         return self._free_plain if seq.plain and self.limits.plain_ids else self._free_slots
 
-    def _has_cells_for(self, seq: Sequence) -> bool:
+    def _has_cells_for(self, seq: Sequence, now: float) -> bool:
+        """Whether the prompt fits beside what runs; less urgent sequences make room for it."""
+        if self._fits(seq):
+            return True
+        victims = self._displaceable(seq, now)
+        others = [s for s in self.running if s not in victims]
+        least = len(seq.tokens) + sum(len(s.tokens) + 1 for s in others) + 1
+        if least > self.limits.n_cells:
+            return False  # nobody is put out in vain
+        for victim in victims:
+            self.preempt(victim, now)
+            if self._fits(seq):
+                return True
+        return False
+
+    def _fits(self, seq: Sequence) -> bool:
         if not self.running:
             return True
         found = self.tree.match(seq.tokens, len(seq.tokens) - 1) if self._shares_cells else None
@@ -371,10 +402,14 @@ class Scheduler:
         free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
         return needed + promised + 1 <= free
 
-    def _waits_for_prefix(self, seq: Sequence) -> bool:
-        """A running sequence is computing a prefix that this one could share: let it finish."""
-        if not seq.request.cache_prompt:
-            return False
+    @staticmethod
+    def _may_share(seq: Sequence) -> bool:
+        return seq.request.cache_prompt and not seq.request.sampling.prompt_logprobs
+
+    def _waits_for(self, seq: Sequence) -> Sequence | None:
+        """A running sequence that computes a prefix which this one could share: let it finish."""
+        if not self._may_share(seq):
+            return None
         limit = len(seq.tokens) - 1
         if not self._shares_cells:
             return self._waits_for_checkpoint(seq, limit)
@@ -389,14 +424,14 @@ class Scheduler:
                 found = self.tree.match(seq.tokens, limit)
                 cached = found.n if found else 0
             if same > cached:
-                return True
-        return False
+                return other
+        return None
 
-    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> bool:
+    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> Sequence | None:
         """The same where states are saved: one will be soon that this prompt begins with."""
         if self.limits.sharing != "checkpoint":
-            return False
-        saved = -1
+            return None
+        limit, saved = min(limit, self.checkpoints.n_most), -1
         for other in self.running:
             at = other.checkpoint_at
             if other.n_computed >= at or at > limit or common_prefix(other.tokens, seq.tokens) < at:
@@ -405,8 +440,8 @@ class Scheduler:
                 found = self.checkpoints.match(seq.tokens, limit)
                 saved = len(found.tokens) if found else 0
             if at > saved:
-                return True
-        return False
+                return other
+        return None
 
     def _start(self, seq: Sequence, now: float) -> None:
         seq.slot = self._pool(seq).pop()
@@ -422,7 +457,7 @@ class Scheduler:
 
     def _share_prefix(self, seq: Sequence) -> int:
         limit = len(seq.tokens) - 1
-        if not seq.request.cache_prompt or seq.request.sampling.prompt_logprobs:
+        if not self._may_share(seq):
             self._miss(seq, "asked_not_to")
             return 0
         if not self._shares_cells:
@@ -460,7 +495,8 @@ class Scheduler:
         from another prompt, for a third that begins like both."""
         least = self.options.prefix_min
         same = max((common_prefix(other, seq.tokens) for other in self._recent), default=0)
-        points = [n for n in (same, limit) if least <= n <= limit and n > n_saved]
+        most = min(limit, self.checkpoints.n_most)
+        points = [n for n in (same, limit) if least <= n <= most and n > n_saved]
         seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
         self._recent.append(seq.tokens)
 
@@ -492,6 +528,7 @@ class Scheduler:
         keep = min(n_keep, seq.n_computed) if self._shares_cells else 0
         self._ops.append(Remove(seq.slot, keep))
         self.tree.truncate(seq.slot, keep)
+        self.heights.cut(seq.slot, keep)
         seq.n_computed = keep
 
     def _miss(self, seq: Sequence, reason: str) -> None:
@@ -563,6 +600,7 @@ class Scheduler:
             # Cells that moved cannot be shared: only what came before them is worth keeping.
             n_same = common_prefix(self.tree.tokens(slot), seq.tokens)
             self.tree.truncate(slot, n_same)
+            self.heights.cut(slot, n_same)
         if keep and self._worth_keeping(slot):
             target = self._retained_id()
             if target is not None:
