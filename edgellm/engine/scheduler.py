@@ -118,7 +118,10 @@ class Scheduler:
         self._pinned: set[int] = set()
         self._ops: list[Op] = []
         self._order = 0
-        self._budget = min(options.step_budget or limits.n_batch, limits.n_batch)
+        # A token for each that may run, or the same ones would have none in every step.
+        self._budget = min(max(options.step_budget or 0, limits.n_running), limits.n_batch)
+        if options.step_budget is None:
+            self._budget = limits.n_batch
         self._free = 0
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
@@ -494,11 +497,14 @@ class Scheduler:
         """Save the prompt's end, for the conversation's next turn; and before it where it parts
         from another prompt, for a third that begins like both."""
         least = self.options.prefix_min
-        same = max((common_prefix(other, seq.tokens) for other in self._recent), default=0)
+        alike = [common_prefix(other, seq.tokens) for other in self._recent]
+        # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
+        same = max((n for n in alike if n <= limit), default=0)
         most = min(limit, self.checkpoints.n_most)
         points = [n for n in (same, limit) if least <= n <= most and n > n_saved]
         seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
-        self._recent.append(seq.tokens)
+        if not any(other is seq.tokens for other in self._recent):
+            self._recent.append(seq.tokens)
 
     def restore_failed(self, seq_id: int) -> None:
         """A checkpoint could not be put back: its sequence computes its prompt after all."""

@@ -372,3 +372,27 @@ def test_what_slid_lies_where_it_was_computed_again() -> None:
         play(scheduler, scheduler.schedule(0.0))
     scheduler.heights.copied(seq.slot, 11, 90)
     assert scheduler.heights.top(11) > 900
+
+
+def test_a_budget_of_a_step_has_a_token_for_every_stream() -> None:
+    scheduler = Scheduler(limits(), EngineOptions(step_budget=2))
+    seqs = [sequence([k] * 3) for k in range(4)]
+    scheduler.add(seqs)
+    for _ in range(20):
+        play(scheduler, scheduler.schedule(0.0))
+    assert min(seq.n_output for seq in seqs) >= 15
+
+
+def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
+    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024)
+    scheduler = Scheduler(split, EngineOptions())
+    text = list(range(40))
+    running(scheduler, [*text, *[1] * 10])
+    first = sequence([*text, *[2] * 10])
+    scheduler.add([first])
+    scheduler.schedule(0.0)
+    assert first.checkpoint_at == 40
+    scheduler.preempt(first, None)
+    scheduler.schedule(0.0)
+    assert (first.checkpoint_at, first.checkpoint_next) == (40, 49)
+    assert len(scheduler._recent) == 2
