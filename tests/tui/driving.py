@@ -25,6 +25,21 @@ async def settle(pilot: Pilot[Any], until: Callable[[], Any], tries: int = 400) 
     raise AssertionError("it did not come to hold")
 
 
+async def still(pilot: Pilot[Any], tries: int = 200) -> None:
+    """Until no widget has changed its size or place for a fifth of a second: a page grows a frame
+    after what it shows is known, and its scroll bar another frame later."""
+    before: list[Any] = []
+    n_same = 0
+    for _ in range(tries):
+        now = [(w.region, w.virtual_size, w.scroll_offset) for w in pilot.app.screen.query("*")]
+        n_same = n_same + 1 if now == before else 0
+        if n_same >= 10:
+            return
+        before = now
+        await pilot.pause(0.02)
+    raise AssertionError("the screen never came to rest")
+
+
 async def welcome(pilot: Any) -> None:
     await settle(pilot, lambda: len(getattr(pilot.app.screen, "suggestions", ())) == 4)
 
@@ -47,6 +62,7 @@ async def plan(pilot: Any) -> None:
     await pilot.press("right")
     await settle(pilot, lambda: pilot.app.screen.plan.params.n_ctx == context.value)
     await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
+    await still(pilot)
 
 
 async def chat(pilot: Any) -> None:
