@@ -335,7 +335,7 @@ class Loop:
                 saved = self.scheduler.checkpoints.get(op.key)
                 if saved is None or not backend.state_set(op.seq_id, saved.state):
                     backend.seq_rm(op.seq_id, 0)
-                    self.scheduler.restore_failed(op.seq_id)
+                    self.scheduler.restore_failed(op)
                     is_good = False
         return is_good
 

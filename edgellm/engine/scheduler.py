@@ -64,10 +64,11 @@ class Shift(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Put a checkpoint (by its key) back into a seq_id."""
+    """Put a checkpoint (by its key) back into the seq_id that ``seq`` has got."""
 
     seq_id: int
     key: int
+    seq: Sequence
 
 
 Op = Remove | Copy | Shift | Restore
@@ -490,7 +491,7 @@ class Scheduler:
             self._miss(seq, "no_checkpoint")
             return 0
         self.n_hits += 1
-        self._ops.append(Restore(seq.slot, found.key))
+        self._ops.append(Restore(seq.slot, found.key, seq))
         return len(found.tokens)
 
     def _plan_checkpoints(self, seq: Sequence, limit: int, n_saved: int) -> None:
@@ -506,12 +507,12 @@ class Scheduler:
         if not any(other is seq.tokens for other in self._recent):
             self._recent.append(seq.tokens)
 
-    def restore_failed(self, seq_id: int) -> None:
-        """A checkpoint could not be put back: its sequence computes its prompt after all."""
-        for seq in self.running:
-            if seq.slot == seq_id:
-                self._miss(seq, "checkpoint_refused")
-                seq.n_computed = seq.n_cached = 0
+    def restore_failed(self, op: Restore) -> None:
+        """A checkpoint could not be put back: its sequence computes its prompt after all, unless
+        it has lost its slot again since."""
+        if op.seq.slot == op.seq_id:
+            self._miss(op.seq, "checkpoint_refused")
+            op.seq.n_computed = op.seq.n_cached = 0
 
     def slide(self, seq: Sequence, n_keep: int, n_drop: int) -> None:
         """Drop ``n_drop`` tokens after the first ``n_keep``; the rest moves down.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgellm.engine.costs import Costs
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.scheduler import Copy, Scheduler, Step
+from edgellm.engine.scheduler import Copy, Restore, Scheduler, Step
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Priority
@@ -396,3 +396,22 @@ def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> N
     scheduler.schedule(0.0)
     assert (first.checkpoint_at, first.checkpoint_next) == (40, 49)
     assert len(scheduler._recent) == 2
+
+
+def test_a_refused_checkpoint_is_not_the_fault_of_who_has_the_slot_now() -> None:
+    lim = limits(sharing="checkpoint", retained_ids=(), n_running=1, slot_ids=(0,))
+    scheduler = Scheduler(lim, EngineOptions(aging_s=1.0))
+    text = array("i", range(40))
+    scheduler.checkpoints.add(text, b"state")
+    old = sequence([*text, 1], priority=Priority.BATCH)
+    quick = sequence([*text, 2], priority=Priority.INTERACTIVE)
+    old.waiting_since = -9.0
+    scheduler.add([old, quick])
+    step = scheduler.schedule(0.0)
+    restores = [op for op in step.ops if isinstance(op, Restore)]
+    assert [op.seq_id for op in restores] == [0, 0]
+    assert scheduler.running == [quick]
+    scheduler.restore_failed(restores[0])
+    assert quick.n_computed == 40
+    scheduler.restore_failed(restores[1])
+    assert quick.n_computed == 0
