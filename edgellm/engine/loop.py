@@ -335,8 +335,7 @@ class Loop:
                 saved = self.scheduler.checkpoints.get(op.key)
                 if saved is None or not backend.state_set(op.seq_id, saved.state):
                     backend.seq_rm(op.seq_id, 0)
-                    self.scheduler.restore_failed(op)
-                    is_good = False
+                    is_good = not self.scheduler.restore_failed(op) and is_good
         return is_good
 
     def _decode(self, work: list[sched.Work]) -> int:

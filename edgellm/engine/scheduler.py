@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
@@ -352,9 +352,10 @@ class Scheduler:
         pool = self._pool(seq)
         if pool and len(self.running) < self.limits.n_running:
             return True
-        victims = [s for s in self._displaceable(seq, now) if pool or s.slot in self._ids(seq)]
-        if not victims:
-            return False
+        able = self._displaceable(seq, now)
+        victims = [s for s in able if pool or s.slot in self._ids(seq)]
+        if not victims or not self._fits(seq, able):
+            return False  # nobody is put out in vain
         self.preempt(victims[0], now)
         return bool(self._pool(seq))
 
@@ -387,23 +388,25 @@ class Scheduler:
         if self._fits(seq):
             return True
         victims = self._displaceable(seq, now)
-        others = [s for s in self.running if s not in victims]
-        least = len(seq.tokens) + sum(len(s.tokens) + 1 for s in others) + 1
-        if least > self.limits.n_cells:
-            return False  # nobody is put out in vain
+        if not self._fits(seq, victims):
+            return False
         for victim in victims:
             self.preempt(victim, now)
             if self._fits(seq):
                 return True
         return False
 
-    def _fits(self, seq: Sequence) -> bool:
-        if not self.running:
+    def _fits(self, seq: Sequence, gone: Collection[Sequence] = ()) -> bool:
+        """Whether there are cells for the prompt, once those in ``gone`` have given way."""
+        running = [s for s in self.running if s not in gone]
+        if not running:
             return True
         found = self.tree.match(seq.tokens, len(seq.tokens) - 1) if self._shares_cells else None
         needed = len(seq.tokens) - (found.n if found else 0)
-        promised = sum(s.n_pending for s in self.running) + len(self.running)
+        promised = sum(s.n_pending for s in running) + len(running)
         free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
+        shares = self._shares_cells
+        free += sum(self.tree.exclusive(s.slot) if shares else s.n_computed for s in gone)
         return needed + promised + 1 <= free
 
     @staticmethod
@@ -507,12 +510,14 @@ class Scheduler:
         if not any(other is seq.tokens for other in self._recent):
             self._recent.append(seq.tokens)
 
-    def restore_failed(self, op: Restore) -> None:
-        """A checkpoint could not be put back: its sequence computes its prompt after all, unless
-        it has lost its slot again since."""
-        if op.seq.slot == op.seq_id:
-            self._miss(op.seq, "checkpoint_refused")
-            op.seq.n_computed = op.seq.n_cached = 0
+    def restore_failed(self, op: Restore) -> bool:
+        """A checkpoint could not be put back: its sequence computes its prompt after all. False
+        when it has lost its slot again since, and the step is as good as it was."""
+        if op.seq.slot != op.seq_id:
+            return False
+        self._miss(op.seq, "checkpoint_refused")
+        op.seq.n_computed = op.seq.n_cached = 0
+        return True
 
     def slide(self, seq: Sequence, n_keep: int, n_drop: int) -> None:
         """Drop ``n_drop`` tokens after the first ``n_keep``; the rest moves down.

@@ -361,6 +361,14 @@ def test_nobody_is_put_out_for_a_prompt_that_would_not_fit_even_so() -> None:
     scheduler.add([sequence([3] * 120, priority=Priority.INTERACTIVE)])
     play(scheduler, scheduler.schedule(0.0))
     assert scheduler.n_preemptions == 0
+    scheduler = Scheduler(limits(n_running=2), EngineOptions())  # nor for a slot
+    urgent = sequence([1] * 150, priority=Priority.INTERACTIVE)
+    scheduler.add([urgent, sequence([2] * 60, priority=Priority.BATCH)])
+    for _ in range(8):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.add([sequence([3] * 120, priority=Priority.INTERACTIVE)])
+    play(scheduler, scheduler.schedule(0.0))
+    assert scheduler.n_preemptions == 0
 
 
 def test_what_slid_lies_where_it_was_computed_again() -> None:
@@ -411,7 +419,7 @@ def test_a_refused_checkpoint_is_not_the_fault_of_who_has_the_slot_now() -> None
     restores = [op for op in step.ops if isinstance(op, Restore)]
     assert [op.seq_id for op in restores] == [0, 0]
     assert scheduler.running == [quick]
-    scheduler.restore_failed(restores[0])
+    assert not scheduler.restore_failed(restores[0])
     assert quick.n_computed == 40
-    scheduler.restore_failed(restores[1])
+    assert scheduler.restore_failed(restores[1])
     assert quick.n_computed == 0
