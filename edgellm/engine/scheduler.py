@@ -561,13 +561,14 @@ class Scheduler:
                 victim = self._victim()
                 if victim is not None and (victim is not seq or len(self.running) > 1):
                     self.preempt(victim, None)
-                    if victim is seq:
-                        return False
                 elif not self._evict(pinned=True):
                     finished.append(seq)
                     return False
             taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
+            # Whoever comes next in this step counts on it, also where this one gave way itself.
             self._free = self.limits.n_cells - self.n_cells_used - taken
+            if seq.state is not State.RUNNING:
+                return False
         return True
 
     def _evict(self, *, pinned: bool = False) -> bool:

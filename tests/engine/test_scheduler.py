@@ -423,3 +423,19 @@ def test_a_refused_checkpoint_is_not_the_fault_of_who_has_the_slot_now() -> None
     assert quick.n_computed == 40
     assert scheduler.restore_failed(restores[1])
     assert quick.n_computed == 0
+
+
+@pytest.mark.parametrize("n_cells", [100, 101])
+def test_cells_of_one_that_gave_way_are_there_for_the_next_in_the_same_step(n_cells: int) -> None:
+    lim = limits(n_cells=n_cells, n_ctx_seq=100)
+    scheduler = Scheduler(lim, EngineOptions(prefix_min=1000))
+    batch = sequence([1] * 40, priority=Priority.BATCH)
+    urgent = sequence([2] * 40, priority=Priority.INTERACTIVE)
+    for seq in (batch, urgent):
+        scheduler.add([seq])
+        play(scheduler, scheduler.schedule(0.0))
+    while batch.state is State.RUNNING:
+        step = scheduler.schedule(0.0)
+        assert not step.finished
+        play(scheduler, step)
+    assert [w.seq for w in step.work] == [urgent]
