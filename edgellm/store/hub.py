@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import msgspec
 from huggingface_hub import HfApi, get_token, hf_hub_url
@@ -211,9 +213,13 @@ def endpoint(settings: StoreSettings | None = None) -> str:
     return (given or os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT).rstrip("/")
 
 
-def _api(settings: StoreSettings | None) -> HfApi:
+def _is_offline(settings: StoreSettings | None) -> bool:
     offline = settings is not None and settings.offline
-    if offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    return offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _api(settings: StoreSettings | None) -> HfApi:
+    if _is_offline(settings):
         raise DownloadError(
             "offline mode is on: the hub is not asked",
             hint="unset HF_HUB_OFFLINE and store.offline, or use a local model: edgellm ls",
@@ -223,6 +229,7 @@ def _api(settings: StoreSettings | None) -> HfApi:
 
 def _asked(ask: Callable[[], _T], ref: HubRef | None, settings: StoreSettings | None) -> _T:
     """A question to the hub, asked again where it is busy."""
+    _look_up(settings)
     first, most = transfer.BACK_OFF_S
     for attempt in range(_ATTEMPTS - 1):
         try:
@@ -230,6 +237,27 @@ def _asked(ask: Callable[[], _T], ref: HubRef | None, settings: StoreSettings | 
         except _BusyError:
             time.sleep(min(most, first * 2**attempt))
     return _asked_once(ask, ref, settings)
+
+
+def _look_up(settings: StoreSettings | None) -> None:
+    """Raise TransientError at once where the hub's name leads nowhere.
+
+    The library would try for 23 seconds. Behind a proxy it is the proxy that looks names up.
+    """
+    host = urlsplit(endpoint(settings)).hostname
+    if host is None or getproxies() or _is_offline(settings):
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _unreachable(error, settings) from error
+
+
+def _unreachable(error: Exception, settings: StoreSettings | None) -> TransientError:
+    return TransientError(
+        f"cannot reach {endpoint(settings)}: {error}",
+        hint="check the connection, the proxy variables and HF_ENDPOINT",
+    )
 
 
 class _BusyError(TransientError):
@@ -254,10 +282,7 @@ def _asked_once(ask: Callable[[], _T], ref: HubRef | None, settings: StoreSettin
         status = error.response.status_code if error.response is not None else 0
         raise _status(status, settings) from error
     except (_HTTP_ERROR, OSError) as error:
-        raise TransientError(
-            f"cannot reach {endpoint(settings)}: {error}",
-            hint="check the connection, the proxy variables and HF_ENDPOINT",
-        ) from error
+        raise _unreachable(error, settings) from error
 
 
 def _status(status: int, settings: StoreSettings | None) -> DownloadError:

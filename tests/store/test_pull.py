@@ -400,6 +400,41 @@ def test_an_unreachable_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         store_hub.listing(HubRef(repo=REPO))
 
 
+def test_a_hub_whose_name_leads_nowhere_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(store_hub, "_asked_once", None)  # whoever asks fails
+    with pytest.raises(DownloadError, match=r"cannot reach https://hub\.invalid"):
+        store_hub.listing(HubRef(repo=REPO))
+
+
+def test_behind_a_proxy_the_proxy_looks_the_name_up(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no names here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_hub, "getproxies", lambda: {"https": "http://proxy:3128"})
+        patch.setattr(store_hub.socket, "getaddrinfo", refuse)
+        store_hub._look_up(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_hub, "getproxies", dict)
+        patch.setattr(store_hub.socket, "getaddrinfo", refuse)
+        with pytest.raises(DownloadError, match="no names here"):
+            store_hub._look_up(None)
+
+
 def test_offline_asks_nobody(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DownloadError, match="offline"):
         store_hub.listing(HubRef(repo=REPO), StoreSettings(offline=True))
