@@ -474,12 +474,16 @@ class Loop:
     def _recover(self, step: sched.Step, code: int) -> None:
         """A batch failed: put the cache back where it was, and find out whose fault it is."""
         for w in step.work:
-            if not self.backend.seq_rm(w.seq.slot, w.start):
-                self.scheduler.preempt(w.seq, None)
+            self._put_back(w)
         if code == NO_CELLS:
             self._make_cells(step)
         elif code != ABORTED:
             self._try_apart(step.work, code)
+
+    def _put_back(self, w: sched.Work) -> None:
+        """Forget what the failed step computed of it, or all of it where a part cannot go."""
+        if not self.backend.seq_rm(w.seq.slot, w.start):
+            self.scheduler.preempt(w.seq, None)
 
     def _make_cells(self, step: sched.Step) -> None:
         """The cache has no room although the count says so (window caches): preempt one."""
@@ -513,6 +517,9 @@ class Loop:
                 alone = self._decode([w]) if len(work) > 1 else code
             if alone == OK:
                 self._update([w])
+                continue
+            if alone in (NO_CELLS, ABORTED):  # not its fault: with the next step
+                self._put_back(w)
                 continue
             error = DecodeError(f"llama_decode failed with code {alone}", code=alone)
             self._fail(w.seq.request.id, error)

@@ -770,3 +770,14 @@ def faulty(rng: random.Random, share: str, *, is_async: bool) -> tuple[Simulatio
             simulation.loop.inbox.put(wire.Ping(1))
     simulation.run(20_000)
     return simulation, requests
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_who_finds_no_cells_or_is_aborted_while_a_failure_is_looked_for_goes_on(code: int) -> None:
+    faults = (Fault(kind="code", code=-3, at_step=4), Fault(kind="code", code=code, at_step=5))
+    simulation = Simulation(script=Script(faults=faults))
+    requests = [request(f"{LONG} {i}", max_tokens=20) for i in range(3)]
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
