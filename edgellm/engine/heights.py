@@ -47,6 +47,13 @@ class Heights:
                 break
         self._marks[target] = marks
 
+    def cut(self, holder: int, n: int) -> None:
+        """A holder keeps its first ``n`` cells; those that follow are free for others."""
+        if n:
+            self.copied(holder, holder, n)
+        else:
+            self.forget(holder)
+
     def renamed(self, source: int, target: int) -> None:
         """What ``source`` held is ``target``'s."""
         self._marks[target] = self._marks.pop(source, [])

@@ -7,7 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -38,6 +38,9 @@ from edgellm.request import (
     Overflow,
     Request,
 )
+
+MAX_FAILURES: Final = 3
+"""Steps that a sequence may fail in, together with others, before it gets another token."""
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -80,6 +83,7 @@ class Loop:
         self._random = random.Random(options.seed)
         self._began = time.monotonic()
         self._embeds: list[EmbedJob | ScoreJob] = []
+        self._embedding: EmbedJob | ScoreJob | None = None
         self._pins = PinStore(options.pin_dir, backend.info)
         self._load_pins()
         self._closing = False
@@ -95,6 +99,7 @@ class Loop:
             if not self._take_in():
                 break
             self.turn()
+        self._flush()  # what ended with the last step has ended
 
     def _load_pins(self) -> None:
         for tokens, state in self._pins.load():
@@ -125,14 +130,18 @@ class Loop:
             self._work()
         except Exception as error:  # noqa: BLE001  (border: the loop must live)
             self._fail_all(error)
+            if self._embedding is not None:
+                self._send(wire.Failed(self._embedding.call, wire.error_info(_wrapped(error))))
             self._delivers_later = False
+        self._embedding = None
         if not self._delivers_later:
             self._flush()
 
     def _work(self) -> None:
         if self._embeds:
             self._flush()
-            self._embed(self._embeds.pop(0))
+            self._embedding = self._embeds.pop(0)
+            self._embed(self._embedding)
         elif self.scheduler.has_work:
             self._step()
         else:
@@ -265,9 +274,8 @@ class Loop:
                 self._let_go(seq)
 
     def _fail_all(self, error: Exception) -> None:
-        wrapped = error if isinstance(error, EdgeLLMError) else EngineError(repr(error))
         for request_id in list(self.output.groups):
-            self._fail(request_id, wrapped)
+            self._fail(request_id, _wrapped(error))
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -327,8 +335,7 @@ class Loop:
                 saved = self.scheduler.checkpoints.get(op.key)
                 if saved is None or not backend.state_set(op.seq_id, saved.state):
                     backend.seq_rm(op.seq_id, 0)
-                    self.scheduler.restore_failed(op.seq_id)
-                    is_good = False
+                    is_good = not self.scheduler.restore_failed(op) and is_good
         return is_good
 
     def _decode(self, work: list[sched.Work]) -> int:
@@ -425,11 +432,14 @@ class Loop:
 
     def _save_checkpoint(self, seq: Sequence) -> None:
         seq.checkpoint_at, seq.checkpoint_next = seq.checkpoint_next, 0
+        if seq.n_computed > self.scheduler.checkpoints.n_most:
+            return
         state = self.backend.state_get(seq.slot)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
 
     def _take(self, seq: Sequence, row: int, token: int, now: float) -> None:
         """One chosen token: constraint, log-probability, text, end, slide."""
+        seq.n_failures = 0
         sampling = seq.request.sampling
         if seq.constraint is not None and token not in self._eog:
             try:
@@ -464,12 +474,16 @@ class Loop:
     def _recover(self, step: sched.Step, code: int) -> None:
         """A batch failed: put the cache back where it was, and find out whose fault it is."""
         for w in step.work:
-            if not self.backend.seq_rm(w.seq.slot, w.start):
-                self.scheduler.preempt(w.seq, None)
+            self._put_back(w)
         if code == NO_CELLS:
             self._make_cells(step)
         elif code != ABORTED:
             self._try_apart(step.work, code)
+
+    def _put_back(self, w: sched.Work) -> None:
+        """Forget what the failed step computed of it, or all of it where a part cannot go."""
+        if not self.backend.seq_rm(w.seq.slot, w.start):
+            self.scheduler.preempt(w.seq, None)
 
     def _make_cells(self, step: sched.Step) -> None:
         """The cache has no room although the count says so (window caches): preempt one."""
@@ -491,11 +505,21 @@ class Loop:
     def _try_apart(self, work: list[sched.Work], code: int) -> None:
         """Compute each sequence's part alone: the one that fails is the one to end."""
         for w in work:
-            if w.seq.state is not State.RUNNING:
+            if w.seq.state is State.FINISHED:
                 continue
-            alone = self._decode([w]) if len(work) > 1 else code
+            if w.seq.state is State.PREEMPTED:
+                # What it held could not be put back: it begins again, but not for ever.
+                w.seq.n_failures += 1
+                if len(work) > 1 and w.seq.n_failures < MAX_FAILURES:
+                    continue
+                alone = code
+            else:
+                alone = self._decode([w]) if len(work) > 1 else code
             if alone == OK:
                 self._update([w])
+                continue
+            if alone in (NO_CELLS, ABORTED):  # not its fault: with the next step
+                self._put_back(w)
                 continue
             error = DecodeError(f"llama_decode failed with code {alone}", code=alone)
             self._fail(w.seq.request.id, error)
@@ -557,6 +581,10 @@ class Loop:
             speculation=self.spec.status,
             requests=tuple(_running(s, now) for s in [*scheduler.running, *scheduler.waiting]),
         )
+
+
+def _wrapped(error: Exception) -> EdgeLLMError:
+    return error if isinstance(error, EdgeLLMError) else EngineError(repr(error))
 
 
 def _chooses_freely(seq: Sequence) -> bool:

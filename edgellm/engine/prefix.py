@@ -7,6 +7,7 @@ begin with the same token. Pure: it moves no cell, it only knows.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Set
 from typing import Final
@@ -75,6 +76,9 @@ class Checkpoints:
         self._saved: dict[int, Checkpoint] = {}
         self._next = 0
         self.n_bytes = 0
+        self.n_most = sys.maxsize
+        """States of more tokens than this were too large to be saved: reading one takes as long
+        as it takes to copy it, and prompts that wait for it would wait one after another."""
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -95,7 +99,10 @@ class Checkpoints:
 
     def add(self, tokens: array[int], state: bytes) -> None:
         """Save a state; older ones go until all fit."""
-        if len(state) > self._max or any(s.tokens == tokens for s in self._saved.values()):
+        if len(state) > self._max:
+            self.n_most = min(self.n_most, len(tokens) - 1)
+            return
+        if any(s.tokens == tokens for s in self._saved.values()):
             return
         self._saved[self._next] = Checkpoint(self._next, tokens, state)
         self._next += 1

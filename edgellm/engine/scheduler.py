@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
@@ -64,10 +64,11 @@ class Shift(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Put a checkpoint (by its key) back into a seq_id."""
+    """Put a checkpoint (by its key) back into the seq_id that ``seq`` has got."""
 
     seq_id: int
     key: int
+    seq: Sequence
 
 
 Op = Remove | Copy | Shift | Restore
@@ -118,11 +119,16 @@ class Scheduler:
         self._pinned: set[int] = set()
         self._ops: list[Op] = []
         self._order = 0
-        self._budget = min(options.step_budget or limits.n_batch, limits.n_batch)
+        # A token for each that may run, or the same ones would have none in every step.
+        self._budget = min(max(options.step_budget or 0, limits.n_running), limits.n_batch)
+        if options.step_budget is None:
+            self._budget = limits.n_batch
         self._free = 0
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
         self._last_chunk = 0
+        self._awaited: dict[Sequence, Sequence] = {}
+        """Running sequences that others wait for in this step, and the most urgent of these."""
         self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
         """Tokens of the sequences that started last, where prefixes are shared by checkpoints."""
 
@@ -187,6 +193,10 @@ class Scheduler:
         waited = now - seq.waiting_since
         return (seq.request.priority - waited / self.options.aging_s, seq.order)
 
+    def _urgency_for_others(self, seq: Sequence, now: float) -> tuple[float, int]:
+        """A running sequence is as urgent as the most urgent one that waits for its prefix."""
+        return min(self._urgency(seq, now), self._urgency(self._awaited.get(seq, seq), now))
+
     # -- one step ----------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Step:
@@ -211,12 +221,17 @@ class Scheduler:
         if self._is_split:
             decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
-        for seq in decoding:
+        for n_before, seq in enumerate(decoding):
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
                 continue
             if self._free < 1 and not self._make_room(1, seq, work, finished):
                 continue
-            draft = self._draft(seq, min(budget, outputs) - 1) if seq.draft else ()
+            draft: tuple[int, ...] = ()
+            if seq.draft:
+                # A row for everyone first; guesses share what is left.
+                n_left = len(decoding) - n_before
+                spare = min(budget, outputs - len(prefilling)) - n_left
+                draft = self._draft(seq, -(-spare // n_left))
             n_out = 1 + len(draft)
             work.append(Work(seq, seq.n_computed, 1, n_out, draft))
             self._free -= n_out
@@ -224,7 +239,7 @@ class Scheduler:
             outputs -= n_out
         n_first = len(work)
         if prefilling:
-            prefilling.sort(key=lambda s: self._urgency(s, now))
+            prefilling.sort(key=lambda s: self._urgency_for_others(s, now))
             self._fill_prefill(prefilling, work, budget, outputs, finished)
         if self.n_preemptions != self._seen_preemptions:
             self._seen_preemptions = self.n_preemptions
@@ -292,7 +307,8 @@ class Scheduler:
         arrives in it waits for its end.
         """
         costs, most = self.costs, self.limits.n_prefill or self.limits.n_ubatch
-        urgent = prefilling[0].request.priority
+        first = prefilling[0]
+        urgent = min(first.request.priority, self._awaited.get(first, first).request.priority)
         if not work or all(w.seq.request.priority > urgent for w in work):
             return most
         calm = costs.decode_s(len(work))
@@ -313,6 +329,7 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
+        self._awaited.clear()
         if not self.waiting:
             return
         self.waiting.sort(key=lambda s: self._urgency(s, now))
@@ -320,10 +337,12 @@ class Scheduler:
         queue, self.waiting = self.waiting, []
         while queue:
             seq = queue[0]
-            if self._waits_for_prefix(seq):
+            other = self._waits_for(seq)
+            if other is not None:
+                self._awaited.setdefault(other, seq)
                 held.append(queue.pop(0))
                 continue
-            if not self._has_slot(seq, now) or not self._has_cells_for(seq):
+            if not self._has_slot(seq, now) or not self._has_cells_for(seq, now):
                 break
             queue.pop(0)
             self._start(seq, now)
@@ -333,20 +352,22 @@ class Scheduler:
         pool = self._pool(seq)
         if pool and len(self.running) < self.limits.n_running:
             return True
-        level = self._urgency(seq, now)[0]
-        victims = [
-            s
-            for s in self.running
-            if self._may_displace(seq, level, s) and (pool or s.slot in self._ids(seq))
-        ]
-        if not victims:
-            return False
-        self.preempt(max(victims, key=lambda s: (s.request.priority, s.order)), now)
+        able = self._displaceable(seq, now)
+        victims = [s for s in able if pool or s.slot in self._ids(seq)]
+        if not victims or not self._fits(seq, able):
+            return False  # nobody is put out in vain
+        self.preempt(victims[0], now)
         return bool(self._pool(seq))
+
+    def _displaceable(self, seq: Sequence, now: float) -> list[Sequence]:
+        """Running sequences that give way to ``seq``, the least urgent and newest first."""
+        level = self._urgency(seq, now)[0]
+        found = [s for s in self.running if self._may_displace(seq, level, s)]
+        return sorted(found, key=lambda s: (s.request.priority, s.order), reverse=True)
 
     @staticmethod
     def _may_displace(seq: Sequence, level: float, other: Sequence) -> bool:
-        """Whether ``other`` gives its slot to ``seq``.
+        """Whether ``other`` gives its slot, or its cells, to ``seq``.
 
         An interactive request takes a less urgent one's; else a slot that was got by waiting is
         kept, or those who waited longest would be put out first.
@@ -362,19 +383,40 @@ class Scheduler:
     def _pool(self, seq: Sequence) -> list[int]:
         return self._free_plain if seq.plain and self.limits.plain_ids else self._free_slots
 
-    def _has_cells_for(self, seq: Sequence) -> bool:
-        if not self.running:
+    def _has_cells_for(self, seq: Sequence, now: float) -> bool:
+        """Whether the prompt fits beside what runs; less urgent sequences make room for it."""
+        if self._fits(seq):
+            return True
+        victims = self._displaceable(seq, now)
+        if not self._fits(seq, victims):
+            return False
+        for victim in victims:
+            self.preempt(victim, now)
+            if self._fits(seq):
+                return True
+        return False
+
+    def _fits(self, seq: Sequence, gone: Collection[Sequence] = ()) -> bool:
+        """Whether there are cells for the prompt, once those in ``gone`` have given way."""
+        running = [s for s in self.running if s not in gone]
+        if not running:
             return True
         found = self.tree.match(seq.tokens, len(seq.tokens) - 1) if self._shares_cells else None
         needed = len(seq.tokens) - (found.n if found else 0)
-        promised = sum(s.n_pending for s in self.running) + len(self.running)
+        promised = sum(s.n_pending for s in running) + len(running)
         free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
+        shares = self._shares_cells
+        free += sum(self.tree.exclusive(s.slot) if shares else s.n_computed for s in gone)
         return needed + promised + 1 <= free
 
-    def _waits_for_prefix(self, seq: Sequence) -> bool:
-        """A running sequence is computing a prefix that this one could share: let it finish."""
-        if not seq.request.cache_prompt:
-            return False
+    @staticmethod
+    def _may_share(seq: Sequence) -> bool:
+        return seq.request.cache_prompt and not seq.request.sampling.prompt_logprobs
+
+    def _waits_for(self, seq: Sequence) -> Sequence | None:
+        """A running sequence that computes a prefix which this one could share: let it finish."""
+        if not self._may_share(seq):
+            return None
         limit = len(seq.tokens) - 1
         if not self._shares_cells:
             return self._waits_for_checkpoint(seq, limit)
@@ -389,14 +431,14 @@ class Scheduler:
                 found = self.tree.match(seq.tokens, limit)
                 cached = found.n if found else 0
             if same > cached:
-                return True
-        return False
+                return other
+        return None
 
-    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> bool:
+    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> Sequence | None:
         """The same where states are saved: one will be soon that this prompt begins with."""
         if self.limits.sharing != "checkpoint":
-            return False
-        saved = -1
+            return None
+        limit, saved = min(limit, self.checkpoints.n_most), -1
         for other in self.running:
             at = other.checkpoint_at
             if other.n_computed >= at or at > limit or common_prefix(other.tokens, seq.tokens) < at:
@@ -405,8 +447,8 @@ class Scheduler:
                 found = self.checkpoints.match(seq.tokens, limit)
                 saved = len(found.tokens) if found else 0
             if at > saved:
-                return True
-        return False
+                return other
+        return None
 
     def _start(self, seq: Sequence, now: float) -> None:
         seq.slot = self._pool(seq).pop()
@@ -422,7 +464,7 @@ class Scheduler:
 
     def _share_prefix(self, seq: Sequence) -> int:
         limit = len(seq.tokens) - 1
-        if not seq.request.cache_prompt or seq.request.sampling.prompt_logprobs:
+        if not self._may_share(seq):
             self._miss(seq, "asked_not_to")
             return 0
         if not self._shares_cells:
@@ -452,24 +494,30 @@ class Scheduler:
             self._miss(seq, "no_checkpoint")
             return 0
         self.n_hits += 1
-        self._ops.append(Restore(seq.slot, found.key))
+        self._ops.append(Restore(seq.slot, found.key, seq))
         return len(found.tokens)
 
     def _plan_checkpoints(self, seq: Sequence, limit: int, n_saved: int) -> None:
         """Save the prompt's end, for the conversation's next turn; and before it where it parts
         from another prompt, for a third that begins like both."""
         least = self.options.prefix_min
-        same = max((common_prefix(other, seq.tokens) for other in self._recent), default=0)
-        points = [n for n in (same, limit) if least <= n <= limit and n > n_saved]
+        alike = [common_prefix(other, seq.tokens) for other in self._recent]
+        # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
+        same = max((n for n in alike if n <= limit), default=0)
+        most = min(limit, self.checkpoints.n_most)
+        points = [n for n in (same, limit) if least <= n <= most and n > n_saved]
         seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
-        self._recent.append(seq.tokens)
+        if not any(other is seq.tokens for other in self._recent):
+            self._recent.append(seq.tokens)
 
-    def restore_failed(self, seq_id: int) -> None:
-        """A checkpoint could not be put back: its sequence computes its prompt after all."""
-        for seq in self.running:
-            if seq.slot == seq_id:
-                self._miss(seq, "checkpoint_refused")
-                seq.n_computed = seq.n_cached = 0
+    def restore_failed(self, op: Restore) -> bool:
+        """A checkpoint could not be put back: its sequence computes its prompt after all. False
+        when it has lost its slot again since, and the step is as good as it was."""
+        if op.seq.slot != op.seq_id:
+            return False
+        self._miss(op.seq, "checkpoint_refused")
+        op.seq.n_computed = op.seq.n_cached = 0
+        return True
 
     def slide(self, seq: Sequence, n_keep: int, n_drop: int) -> None:
         """Drop ``n_drop`` tokens after the first ``n_keep``; the rest moves down.
@@ -492,6 +540,7 @@ class Scheduler:
         keep = min(n_keep, seq.n_computed) if self._shares_cells else 0
         self._ops.append(Remove(seq.slot, keep))
         self.tree.truncate(seq.slot, keep)
+        self.heights.cut(seq.slot, keep)
         seq.n_computed = keep
 
     def _miss(self, seq: Sequence, reason: str) -> None:
@@ -512,13 +561,14 @@ class Scheduler:
                 victim = self._victim()
                 if victim is not None and (victim is not seq or len(self.running) > 1):
                     self.preempt(victim, None)
-                    if victim is seq:
-                        return False
                 elif not self._evict(pinned=True):
                     finished.append(seq)
                     return False
             taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
+            # Whoever comes next in this step counts on it, also where this one gave way itself.
             self._free = self.limits.n_cells - self.n_cells_used - taken
+            if seq.state is not State.RUNNING:
+                return False
         return True
 
     def _evict(self, *, pinned: bool = False) -> bool:
@@ -563,6 +613,7 @@ class Scheduler:
             # Cells that moved cannot be shared: only what came before them is worth keeping.
             n_same = common_prefix(self.tree.tokens(slot), seq.tokens)
             self.tree.truncate(slot, n_same)
+            self.heights.cut(slot, n_same)
         if keep and self._worth_keeping(slot):
             target = self._retained_id()
             if target is not None:

@@ -44,6 +44,7 @@ class Sequence:
         "n_cached",
         "n_computed",
         "n_drafted",
+        "n_failures",
         "n_prompt",
         "n_slid",
         "order",
@@ -86,6 +87,8 @@ class Sequence:
         self.n_slid = 0
         self.n_drafted = 0
         self.n_accepted = 0
+        self.n_failures = 0
+        """Failed steps since its last token that took its cells with them."""
         self.level = 0.0
         """Its urgency, waiting counted, when it got its slot."""
         self.slot = -1

@@ -36,7 +36,7 @@ from edgellm.errors import (
     InvalidRequestError,
 )
 from edgellm.planner.plan import Plan
-from edgellm.request import Overflow, Request
+from edgellm.request import FinishReason, Overflow, Request, TokenEvent, Usage
 
 LONG_TEXT: Final = 8 * 1024
 """Characters; tokenising less takes a few milliseconds at most."""
@@ -104,6 +104,8 @@ class Reader:
         self._loop = loop
         self._slow: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._in_slow: set[str] = set()
+        self._lock = threading.Lock()
+        """A request in ``_in_slow`` goes to the loop or is cancelled: whoever takes it out."""
         self._factory: ConstraintFactory | None = None
 
     def start(self, unframer: wire.Unframer, early: Iterable[bytes]) -> None:
@@ -140,12 +142,27 @@ class Reader:
         if isinstance(message, wire.Generate):
             self._generate(message.request)
         elif isinstance(message, wire.Cancel):
-            self._in_slow.discard(message.request_id)
-            self._loop.inbox.put(message)
+            self._cancel(message)
         elif n_chars(message) > LONG_TEXT:
             self._slow.put(lambda: self._answer(message))
         else:
             self._answer(message)
+
+    def _cancel(self, message: wire.Cancel) -> None:
+        request_id = message.request_id
+        with self._lock:
+            if request_id not in self._in_slow:
+                self._loop.inbox.put(message)
+                return
+            self._in_slow.discard(request_id)
+        # The loop never heard of it.
+        end = TokenEvent(
+            request_id=request_id,
+            finish_reason=FinishReason.CANCELLED,
+            is_last=True,
+            usage=Usage(),
+        )
+        self._outbox.send(wire.Events([end], []))
 
     def _answer(self, message: wire.ToChild) -> None:
         try:
@@ -190,10 +207,9 @@ class Reader:
 
     def _admit_later(self, request: Request, arrival: float) -> None:
         if request.id in self._in_slow:
-            self._admit(request, arrival)
+            self._admit(request, arrival, is_late=True)
 
-    def _admit(self, request: Request, arrival: float) -> None:
-        is_late = request.id in self._in_slow
+    def _admit(self, request: Request, arrival: float, *, is_late: bool = False) -> None:
         try:
             refuse_overlong(self._backend, request)
             prompt = self._ids(
@@ -204,11 +220,16 @@ class Reader:
             turns = turn_tokens(self._backend, request, prompt)
             constraint = self._compile(request)
         except Exception as error:  # noqa: BLE001  (border: this request, not the reader)
-            self._loop.inbox.put(Refused(request.id, wire.error_info(error)))
+            self._hand_over(request.id, Refused(request.id, wire.error_info(error)), is_late)
             return
-        if not is_late or request.id in self._in_slow:
-            self._in_slow.discard(request.id)
-            self._loop.inbox.put(Arrived(request, prompt, arrival, turns, constraint))
+        arrived = Arrived(request, prompt, arrival, turns, constraint)
+        self._hand_over(request.id, arrived, is_late)
+
+    def _hand_over(self, request_id: str, message: Arrived | Refused, is_late: bool) -> None:
+        with self._lock:
+            if not is_late or request_id in self._in_slow:
+                self._in_slow.discard(request_id)
+                self._loop.inbox.put(message)
 
     def _compile(self, request: Request) -> Any:
         """The request's grammar, compiled; the vocabulary is indexed when first needed."""

@@ -91,3 +91,16 @@ def test_a_renamed_holder_keeps_its_height() -> None:
     assert (heights.top(1), heights.top(2)) == (0, 700)
     heights.forget(2)
     assert heights.top(2) == 0
+
+
+def test_what_is_cut_is_as_low_as_its_beginning() -> None:
+    heights = Heights()
+    heights.grew(1, 100, 100)
+    heights.grew(1, 200, 5000)
+    heights.cut(1, 90)
+    assert heights.top(1) == 100
+    heights.grew(1, 150, 3000)
+    heights.copied(1, 2, 120)
+    assert heights.top(2) == 3000
+    heights.cut(1, 0)
+    assert heights.top(1) == 0

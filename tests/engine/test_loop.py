@@ -12,12 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from edgellm.engine import wire
 from edgellm.engine.constrain import make_factory
+from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.engine.score import ScoreJob
 from edgellm.engine.worker import vocabulary_of
 from edgellm.errors import EngineError
-from edgellm.request import FinishReason, Grammar, GrammarKind, Overflow, Priority
+from edgellm.request import (
+    EmbedRequest,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Overflow,
+    Priority,
+    Request,
+)
 from tests.engine.factories import request
 from tests.engine.simulate import Simulation, alone
 
@@ -623,3 +633,151 @@ def test_stop_strings_are_text_until_min_tokens_are_there() -> None:
     text = simulation.text(r.id)
     assert stop in text
     assert whole.startswith(text)
+
+
+def test_states_too_large_to_be_saved_are_read_once_and_nobody_waits_for_more() -> None:
+    options = EngineOptions(seed=1, checkpoint_bytes=100, script=Script(share="checkpoint"))
+    simulation = Simulation(options, n_batch=512, n_ctx=4096, n_seq_max=8)
+    reads: list[int] = []
+    read = simulation.backend.state_get
+
+    def counted(slot: int) -> bytes:
+        reads.append(slot)
+        return read(slot)
+
+    simulation.backend.state_get = counted  # type: ignore[method-assign]
+    for wave in range(2):
+        requests = [request(LONG * 3 + f"{wave} {i} " * 6, max_tokens=4) for i in range(8)]
+        for r in requests:
+            simulation.add(r)
+        simulation.run()
+        assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+    assert len(reads) <= 3, reads
+
+
+def test_a_step_that_fails_for_ever_ends_a_request_whose_cache_cannot_go_back() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", answer_tokens=0))
+    inner = simulation.backend.decode
+
+    def decode(spans: Any, meanwhile: Any = None) -> int:
+        code = inner(spans, meanwhile)  # as llama.cpp: what the failed step computed is there
+        return -3 if any(span.start for span in spans) else code
+
+    simulation.backend.decode = decode  # type: ignore[method-assign]
+    requests = [request(LONG * 3 + f"{i}", max_tokens=4) for i in range(3)]
+    for r in requests:
+        simulation.add(r)
+    simulation.run(300)
+    for r in requests:
+        error = simulation.last(r.id).error
+        assert error is not None
+        assert error.attributes == {"code": -3}
+
+
+def test_an_exception_while_embedding_answers_who_asked() -> None:
+    script = Script(faults=(Fault(kind="raise", at_step=1),))
+    simulation = Simulation(script=script, embeddings=True)
+    answers: list[Any] = []
+    simulation.loop._send = answers.append
+    for call in (7, 8):
+        ask = EmbedRequest(id=f"e{call}", inputs=("x",))
+        simulation.loop.inbox.put(EmbedJob(call, ask, (array("i", [1, 2]),)))
+    simulation.loop._take_in()
+    simulation.loop.turn()
+    simulation.loop.turn()
+    assert [type(answer) for answer in answers] == [wire.Failed, wire.Reply]
+    assert [answer.call for answer in answers] == [7, 8]
+
+
+def test_what_ended_before_a_close_is_told() -> None:
+    simulation = Simulation(script=Script(is_async=True, answer_tokens=0))
+    short, long = request("a", max_tokens=3), request("b", max_tokens=99)
+    simulation.add(short)
+    simulation.add(long)
+    for _ in range(3):
+        simulation.turn()
+    simulation.loop.inbox.put(wire.Close())
+    simulation.loop.run()
+    assert simulation.last(short.id).is_last
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["cells", "checkpoint", "none"]), st.booleans())
+def test_whatever_fails_or_is_cancelled_each_text_is_told_once_and_in_order(
+    seed: int, share: str, is_async: bool
+) -> None:
+    rng = random.Random(seed)
+    simulation, requests = faulty(rng, share, is_async=is_async)
+    for r in requests:
+        events = simulation.events[r.id]
+        assert [e.is_last for e in events] == [False] * (len(events) - 1) + [True]
+        truth = alone(r, n_ctx_seq=256)
+        if events[-1].finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+            assert truth.startswith(simulation.text(r.id))
+        else:
+            assert simulation.text(r.id) == truth
+    assert not simulation.loop.output.events
+
+
+def faulty(rng: random.Random, share: str, *, is_async: bool) -> tuple[Simulation, list[Request]]:
+    """Random requests over a backend that fails now and then, some cancelled; run to the end."""
+    faults = tuple(
+        Fault(
+            kind=rng.choice(["code", "code", "raise"]),  # type: ignore[arg-type]
+            code=rng.choice([1, 2, -3]),
+            at_step=rng.randrange(1, 200),
+        )
+        for _ in range(rng.randrange(6))
+    )
+    script = Script(is_async=is_async, share=share, faults=faults)  # type: ignore[arg-type]
+    options = EngineOptions(
+        seed=1,
+        script=script,
+        spec=rng.choice(["off", "auto"]),
+        checkpoint_bytes=rng.choice([400, 3000, 10**8]),
+        attach_top_k=rng.choice([None, 64]),
+    )
+    simulation = Simulation(
+        options,
+        n_ctx=rng.choice([300, 512, 2048]),
+        n_ctx_seq=256,
+        n_batch=rng.choice([32, 64, 256]),
+        n_ubatch=rng.choice([1, 16, 256]),
+        n_seq_max=rng.choice([1, 3, 6]),
+        n_outputs_max=12,
+        draft_model=rng.choice([None, "small"]),
+    )
+    requests: list[Request] = []
+    for i in range(rng.randrange(1, 20)):
+        r = request(
+            LONG * rng.randrange(3) + rng.choice(["", "a b c ", "q" * 30]) + f"{i}",
+            priority=rng.choice(list(Priority)),
+            max_tokens=rng.randrange(1, 60),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=i,
+            cache_prompt=rng.random() < 0.8,
+            prompt_logprobs=rng.random() < 0.15,
+            pin_prefix=rng.random() < 0.1,
+            logprobs=rng.choice([None, None, 0]),
+        )
+        requests.append(r)
+        simulation.add(r)
+        for _ in range(rng.randrange(9)):
+            simulation.turn()
+        if rng.random() < 0.2:
+            simulation.cancel(rng.choice(requests).id)
+        if rng.random() < 0.1:
+            simulation.loop.inbox.put(wire.Ping(1))
+    simulation.run(20_000)
+    return simulation, requests
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_who_finds_no_cells_or_is_aborted_while_a_failure_is_looked_for_goes_on(code: int) -> None:
+    faults = (Fault(kind="code", code=-3, at_step=4), Fault(kind="code", code=code, at_step=5))
+    simulation = Simulation(script=Script(faults=faults))
+    requests = [request(f"{LONG} {i}", max_tokens=20) for i in range(3)]
+    for r in requests:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]

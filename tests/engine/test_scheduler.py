@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgellm.engine.costs import Costs
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.scheduler import Copy, Scheduler, Step
+from edgellm.engine.scheduler import Copy, Restore, Scheduler, Step
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Priority
@@ -300,3 +300,142 @@ def test_no_sequence_is_lost_and_no_step_exceeds_its_budget(seed: int) -> None:
                 scheduler.finish(seq)
     assert all(s.state is State.FINISHED for s in lengths)
     assert all(s.n_output == n for s, n in lengths.items())
+
+
+def test_every_stream_has_its_row_before_guesses_and_prompts_keep_theirs() -> None:
+    scheduler = Scheduler(limits(n_cells=4096, n_ctx_seq=1024, n_outputs_max=12), EngineOptions())
+    seqs = running(scheduler, [1] * 5, [2] * 5, [3] * 5)
+    for seq in seqs:
+        seq.draft = [7] * 8
+    scheduler.add([sequence([4] * 5)])
+    step = scheduler.schedule(0.0)
+    assert [w.n_out for w in step.work] == [4, 4, 3, 1]
+
+
+def test_a_request_that_cannot_share_does_not_wait_for_a_prefix() -> None:
+    scheduler = Scheduler(limits(n_batch=32), EngineOptions())
+    text = list(range(100))
+    first = sequence(text)
+    whole = sequence(text, prompt_logprobs=True)
+    scheduler.add([first, whole])
+    scheduler.schedule(0.0)
+    assert scheduler.running == [first, whole]
+
+
+def test_whom_an_urgent_request_waits_for_is_as_urgent() -> None:
+    scheduler = Scheduler(limits(n_cells=4096, n_ctx_seq=1024, n_batch=32), EngineOptions())
+    text = list(range(300))
+    batch = sequence([*text, 1], priority=Priority.BATCH)
+    scheduler.add([batch])
+    play(scheduler, scheduler.schedule(0.0))
+    scheduler.add([sequence(list(range(k, k + 300))) for k in (1000, 2000)])
+    play(scheduler, scheduler.schedule(0.0))
+    assert batch.n_computed == 32
+    quick = sequence([*text, 2], priority=Priority.INTERACTIVE)
+    scheduler.add([quick])
+    for _ in range(10):
+        play(scheduler, scheduler.schedule(0.0))
+    assert quick.n_cached >= 300
+    assert quick.n_output > 0
+
+
+def test_the_least_urgent_make_room_in_the_cache_for_an_interactive_prompt() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    scheduler.add([sequence([k] * 110, priority=Priority.BATCH) for k in (1, 2)])
+    for _ in range(8):
+        play(scheduler, scheduler.schedule(0.0))
+    first, second = scheduler.running
+    quick = sequence([3] * 40, priority=Priority.INTERACTIVE)
+    scheduler.add([quick])
+    play(scheduler, scheduler.schedule(0.0))
+    assert scheduler.running == [first, quick]
+    assert second.state is State.PREEMPTED
+
+
+def test_nobody_is_put_out_for_a_prompt_that_would_not_fit_even_so() -> None:
+    scheduler = Scheduler(limits(), EngineOptions())
+    urgent = sequence([1] * 150, priority=Priority.INTERACTIVE)
+    scheduler.add([urgent, sequence([2] * 60, priority=Priority.BATCH)])
+    for _ in range(8):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.add([sequence([3] * 120, priority=Priority.INTERACTIVE)])
+    play(scheduler, scheduler.schedule(0.0))
+    assert scheduler.n_preemptions == 0
+    scheduler = Scheduler(limits(n_running=2), EngineOptions())  # nor for a slot
+    urgent = sequence([1] * 150, priority=Priority.INTERACTIVE)
+    scheduler.add([urgent, sequence([2] * 60, priority=Priority.BATCH)])
+    for _ in range(8):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.add([sequence([3] * 120, priority=Priority.INTERACTIVE)])
+    play(scheduler, scheduler.schedule(0.0))
+    assert scheduler.n_preemptions == 0
+
+
+def test_what_slid_lies_where_it_was_computed_again() -> None:
+    scheduler = Scheduler(limits(n_cells=4096, n_ctx_seq=1024, can_shift=False), EngineOptions())
+    (seq,) = running(scheduler, list(range(200)))
+    running(scheduler, list(range(1000, 1900)))
+    scheduler.slide(seq, 20, 100)
+    while seq.n_pending > 1:
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.heights.copied(seq.slot, 11, 90)
+    assert scheduler.heights.top(11) > 900
+
+
+def test_a_budget_of_a_step_has_a_token_for_every_stream() -> None:
+    scheduler = Scheduler(limits(), EngineOptions(step_budget=2))
+    seqs = [sequence([k] * 3) for k in range(4)]
+    scheduler.add(seqs)
+    for _ in range(20):
+        play(scheduler, scheduler.schedule(0.0))
+    assert min(seq.n_output for seq in seqs) >= 15
+
+
+def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
+    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024)
+    scheduler = Scheduler(split, EngineOptions())
+    text = list(range(40))
+    running(scheduler, [*text, *[1] * 10])
+    first = sequence([*text, *[2] * 10])
+    scheduler.add([first])
+    scheduler.schedule(0.0)
+    assert first.checkpoint_at == 40
+    scheduler.preempt(first, None)
+    scheduler.schedule(0.0)
+    assert (first.checkpoint_at, first.checkpoint_next) == (40, 49)
+    assert len(scheduler._recent) == 2
+
+
+def test_a_refused_checkpoint_is_not_the_fault_of_who_has_the_slot_now() -> None:
+    lim = limits(sharing="checkpoint", retained_ids=(), n_running=1, slot_ids=(0,))
+    scheduler = Scheduler(lim, EngineOptions(aging_s=1.0))
+    text = array("i", range(40))
+    scheduler.checkpoints.add(text, b"state")
+    old = sequence([*text, 1], priority=Priority.BATCH)
+    quick = sequence([*text, 2], priority=Priority.INTERACTIVE)
+    old.waiting_since = -9.0
+    scheduler.add([old, quick])
+    step = scheduler.schedule(0.0)
+    restores = [op for op in step.ops if isinstance(op, Restore)]
+    assert [op.seq_id for op in restores] == [0, 0]
+    assert scheduler.running == [quick]
+    assert not scheduler.restore_failed(restores[0])
+    assert quick.n_computed == 40
+    assert scheduler.restore_failed(restores[1])
+    assert quick.n_computed == 0
+
+
+@pytest.mark.parametrize("n_cells", [100, 101])
+def test_cells_of_one_that_gave_way_are_there_for_the_next_in_the_same_step(n_cells: int) -> None:
+    lim = limits(n_cells=n_cells, n_ctx_seq=100)
+    scheduler = Scheduler(lim, EngineOptions(prefix_min=1000))
+    batch = sequence([1] * 40, priority=Priority.BATCH)
+    urgent = sequence([2] * 40, priority=Priority.INTERACTIVE)
+    for seq in (batch, urgent):
+        scheduler.add([seq])
+        play(scheduler, scheduler.schedule(0.0))
+    while batch.state is State.RUNNING:
+        step = scheduler.schedule(0.0)
+        assert not step.finished
+        play(scheduler, step)
+    assert [w.seq for w in step.work] == [urgent]

@@ -21,7 +21,7 @@ from edgellm.engine.loop import Message, Refused
 from edgellm.engine.scripted import ScriptedBackend, tokenize
 from edgellm.engine.worker import LONG_TEXT, Reader, refuse_overlong, turn_tokens, within_plan
 from edgellm.errors import ContextOverflowError
-from edgellm.request import EmbedRequest, Overflow
+from edgellm.request import EmbedRequest, FinishReason, Overflow
 from tests.engine.factories import plan, request
 
 
@@ -82,12 +82,18 @@ def test_a_ping_behind_a_long_text_is_heard_at_once(message: wire.ToChild) -> No
 
 def test_a_request_cancelled_while_it_is_tokenised_never_arrives() -> None:
     backend = Held()
-    reader, inbox, _ = reader_of(backend)
+    reader, inbox, sent = reader_of(backend)
     r = request(LONG, overflow=Overflow.SLIDE)
     reader._take(encoded(wire.Generate(r)))
     reader._take(encoded(wire.Cancel(r.id)))
     backend.may.set()
-    assert inbox.inbox.get(timeout=5) == wire.Cancel(r.id)
+    (told,) = sent  # the loop never hears of it, so it could not say that it has ended
+    assert isinstance(told, wire.Events)
+    (event,) = told.events
+    assert (event.request_id, event.finish_reason) == (r.id, FinishReason.CANCELLED)
+    assert event.is_last
+    reader._take(encoded(wire.Cancel("another")))
+    assert inbox.inbox.get(timeout=5) == wire.Cancel("another")
     time.sleep(0.05)
     assert inbox.inbox.empty()
 
