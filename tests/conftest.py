@@ -13,6 +13,10 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Iterations that OpenMP's threads spin at a barrier before they sleep. Test runs share few cores:
+# a thread that spins there keeps the one it waits for from running, 100 times slower at worst.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 
 @pytest.fixture(autouse=True)
 def edgellm_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

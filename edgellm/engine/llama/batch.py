@@ -34,7 +34,9 @@ class Batch:
         batch.n_seq_id = ctypes.cast(self._n_seq.buffer_info()[0], i32)
         batch.seq_id = ctypes.cast(self._seq_ptrs.buffer_info()[0], ctypes.POINTER(i32))
         out = (ctypes.c_int8 * n).from_buffer(self.out)
-        self._keep = out
+        # An array with a view does not grow: one token too many is an error here, not a write into
+        # memory that llama.cpp still points to.
+        self._keep = (out, *(memoryview(a) for a in (self.token, self.pos, self.seq)))
         batch.logits = ctypes.cast(out, ctypes.POINTER(ctypes.c_int8))
 
     def fill(self, spans: Sequence[Span]) -> None:
