@@ -28,6 +28,7 @@ from edgellm.engine.llama.memory import Memory
 from edgellm.engine.llama.params import context_params, model_params
 from edgellm.engine.llama.rows import Rows
 from edgellm.engine.llama.samplers import SamplerFactory, make_chain
+from edgellm.engine.llama.topk import TopK
 from edgellm.engine.llama.vectors import Vectors
 from edgellm.engine.llama.vocab import Vocab
 from edgellm.engine.rpc import end_process, register, watch
@@ -114,12 +115,13 @@ class LlamaBackend:
     def _attach_samplers(self, params: Any) -> None:
         """A top-k for every slot: the device hands over its candidates instead of all logits."""
         slots, k = self.limits.slot_ids, self.limits.attached_top_k
-        chains = [make_chain([lib.llama_sampler_init_top_k(k)]) for _ in slots]
+        top_k = TopK(self._vocab.n, k)
+        chains = [make_chain([top_k.sampler()]) for _ in slots]
         table = (lib.llama_sampler_seq_config * len(chains))()
         for i, (slot, chain) in enumerate(zip(slots, chains, strict=True)):
             table[i].seq_id = slot
             table[i].sampler = ctypes.cast(chain, ctypes.c_void_p)
-        self._keep += [table, chains]
+        self._keep += [table, chains, top_k]
         params.samplers = table
         params.n_samplers = len(chains)
 

@@ -16,7 +16,7 @@ import llama_cpp.llama_cpp as lib
 from edgellm.engine.build import library_folder, open_library
 from edgellm.errors import EngineError
 
-__all__ = ["MAX_SEQ", "build", "device_list", "ggml", "lib", "quick"]
+__all__ = ["MAX_SEQ", "build", "device_list", "ggml", "ggml_functions", "lib", "quick"]
 
 MAX_SEQ: Final = 256  # LLAMA_MAX_SEQ, src/llama-cparams.h
 
@@ -54,6 +54,24 @@ def ggml(name: str, result: Any = None, *arguments: Any) -> Any:
             function.argtypes = [ctypes.c_void_p] * len(arguments)
             return function(*arguments)
     raise EngineError(f"the engine's libraries in {folder} have no {name}", hint="edgellm doctor")
+
+
+def ggml_functions(
+    arguments: dict[str, tuple[Any, ...]], results: dict[str, Any]
+) -> dict[str, Any]:
+    """Functions of the ggml that llama.cpp uses, which keep the interpreter lock as ``quick`` does;
+    a pointer comes back where ``results`` names nothing else. Empty when one of them is missing."""
+    folder = library_folder()
+    functions = {}
+    for name, types in arguments.items():
+        held = ctypes.PyDLL("ggml", handle=open_library(folder, "ggml-base")._handle)
+        function = getattr(held, name, None)
+        if function is None:
+            return {}
+        function.argtypes = types
+        function.restype = results.get(name, ctypes.c_void_p)
+        functions[name] = function
+    return functions
 
 
 def device_list(names: Sequence[str], *, must_exist: bool) -> Any:
