@@ -22,7 +22,9 @@ ARCHES = ("gemma3", "lfm2", "mamba")
 N_LAYER = {"gemma3": 6}
 """Every sixth layer of gemma3 sees everything."""
 STORY = "Once upon a time there was a small engine that pulled long trains over high hills. " * 6
-PROMPTS = tuple(STORY + end for end in ("It was red", "Its driver", "Nobody knew", "One day"))
+PROMPTS = tuple(STORY + end for end in ("Every evening", "The oldest", "Her name", "Far away"))
+"""No near ties: the two highest logits of gemma3's 60 tokens are 0.19 apart at least, or the order
+of a sum would decide."""
 
 
 @pytest.fixture(scope="module")
