@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from edgellm.engine.backend import Allowed, Backend
 from edgellm.engine.sequence import Sequence
+from edgellm.errors import EdgeLLMError
+
+Chosen: TypeAlias = "int | EdgeLLMError"
+"""A token, or why the sequence's constraint lets none through: that ends its request alone."""
 
 
 class Narrowed(NamedTuple):
@@ -44,18 +48,19 @@ class Chooser:
     def forced(self, seq: Sequence) -> list[int]:
         """Tokens that must come next, when that is known by now."""
         mask = self._masks.get(id(seq))
-        return mask.result().forced if mask is not None and mask.done() else []
+        known = mask is not None and mask.done() and mask.exception() is None
+        return mask.result().forced if mask is not None and known else []
 
     def forget(self, seq: Sequence) -> None:
         """The sequence ended."""
         self._masks.pop(id(seq), None)
 
-    def pick_all(self, rows: Rows[int], seqs: Rows[Sequence]) -> list[int]:
+    def pick_all(self, rows: Rows[int], seqs: Rows[Sequence]) -> list[Chosen]:
         """A token for each row; rows without a constraint go together, first."""
         free = [i for i, seq in enumerate(seqs) if seq.constraint is None]
         if len(free) == len(seqs):
-            return self._backend.sample(rows, [seq.sampler for seq in seqs])
-        out = [0] * len(rows)
+            return [*self._backend.sample(rows, [seq.sampler for seq in seqs])]
+        out: list[Chosen] = [0] * len(rows)
         picked = self._backend.sample([rows[i] for i in free], [seqs[i].sampler for i in free])
         for i, token in zip(free, picked, strict=True):
             out[i] = token
@@ -64,10 +69,16 @@ class Chooser:
                 out[i] = self.pick(rows[i], seq)
         return out
 
-    def pick(self, row: int, seq: Sequence) -> int:
+    def pick(self, row: int, seq: Sequence) -> Chosen:
         """One row's token."""
         if seq.constraint is None:
             return self._backend.sample([row], [seq.sampler])[0]
+        try:
+            return self._pick_allowed(row, seq)
+        except EdgeLLMError as error:
+            return error
+
+    def _pick_allowed(self, row: int, seq: Sequence) -> int:
         mask = self._masks.pop(id(seq), None)
         allowed = (mask.result() if mask is not None else narrow(seq.constraint)).allowed
         if allowed is None:

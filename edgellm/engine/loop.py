@@ -14,7 +14,7 @@ import msgspec
 from edgellm.engine import scheduler as sched
 from edgellm.engine import wire
 from edgellm.engine.backend import ABORTED, NO_CELLS, OK, Backend, Span
-from edgellm.engine.choose import Chooser
+from edgellm.engine.choose import Chooser, Chosen
 from edgellm.engine.embed import EmbedJob, embed
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
@@ -155,8 +155,8 @@ class Loop:
             idle = False
             try:
                 self._handle(message)
-            except EdgeLLMError as error:
-                self._refuse(message, error)
+            except Exception as error:  # noqa: BLE001  (border: the loop must live)
+                self._refuse(message, _wrapped(error))
         return not self._closing
 
     def _handle(self, message: Message) -> None:
@@ -178,8 +178,11 @@ class Loop:
 
     def _refuse(self, message: Message, error: EdgeLLMError) -> None:
         if isinstance(message, Arrived):
-            self.meter.failed += 1
-            self.output.fail(message.request.id, error)
+            self._fail(message.request.id, error)  # with what of it is in the queue already
+        elif (call := getattr(message, "call", None)) is not None:
+            self._send(wire.Failed(call, wire.error_info(error)))
+        else:
+            self._fail_all(error)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -283,10 +286,11 @@ class Loop:
         t0 = time.monotonic()
         self._guess()
         step = self.scheduler.schedule(t0)
+        is_good = self._apply(step.ops)
         for seq in step.finished:
             self.output.end(seq, FinishReason.LENGTH, t0)
             self._finish(seq)
-        if not self._apply(step.ops) or not step.work:
+        if not is_good or not step.work:
             return
         t1 = time.monotonic()
         code = self._decode(step.work)
@@ -345,7 +349,8 @@ class Loop:
             if w.draft:
                 tokens.extend(w.draft)
             spans.append(Span(w.seq.slot, w.start, tokens, w.n_out))
-            if w.seq.scheduled is not None and w.start == w.seq.n_cached and not w.seq.token_times:
+            if not w.seq.is_begun:
+                w.seq.is_begun = True
                 self.output.started.append(w.seq.request.id)
                 self.output.progress(w.seq, w.seq.n_cached)
                 self.meter.cached_tokens += w.seq.n_cached if w.seq.index == 0 else 0
@@ -390,7 +395,7 @@ class Loop:
                 n += self._verify(w, first, picked)
         return n
 
-    def _verify(self, w: sched.Work, first: int, picked: dict[int, int]) -> int:
+    def _verify(self, w: sched.Work, first: int, picked: dict[int, Chosen]) -> int:
         """Take row by row while the guesses are right; the tokens taken.
 
         ``picked``: rows whose tokens are chosen already.
@@ -437,8 +442,11 @@ class Loop:
         state = self.backend.state_get(seq.slot)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
 
-    def _take(self, seq: Sequence, row: int, token: int, now: float) -> None:
+    def _take(self, seq: Sequence, row: int, token: Chosen, now: float) -> None:
         """One chosen token: constraint, log-probability, text, end, slide."""
+        if isinstance(token, EdgeLLMError):
+            self._fail(seq.request.id, token)
+            return
         seq.n_failures = 0
         sampling = seq.request.sampling
         if seq.constraint is not None and token not in self._eog:

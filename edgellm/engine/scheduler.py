@@ -460,7 +460,8 @@ class Scheduler:
         n = self._share_prefix(seq)
         seq.n_computed = n
         if seq.n_output == 0:
-            seq.n_cached = n
+            # What it computed itself before it was preempted was not cached for it.
+            seq.n_cached = min(n, seq.n_cached) if seq.is_begun else n
 
     def _share_prefix(self, seq: Sequence) -> int:
         limit = len(seq.tokens) - 1

@@ -36,6 +36,7 @@ class Sequence:
         "draft",
         "end_allowed",
         "index",
+        "is_begun",
         "level",
         "logprobs",
         "max_output",
@@ -84,6 +85,8 @@ class Sequence:
         self.n_prompt = len(prompt)
         self.n_computed = 0
         self.n_cached = 0
+        self.is_begun = False
+        """Whether a step has computed some of it."""
         self.n_slid = 0
         self.n_drafted = 0
         self.n_accepted = 0

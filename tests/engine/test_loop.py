@@ -18,7 +18,7 @@ from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.engine.score import ScoreJob
 from edgellm.engine.worker import vocabulary_of
-from edgellm.errors import EngineError
+from edgellm.errors import EngineError, InvalidRequestError
 from edgellm.request import (
     EmbedRequest,
     FinishReason,
@@ -781,3 +781,102 @@ def test_who_finds_no_cells_or_is_aborted_while_a_failure_is_looked_for_goes_on(
         simulation.add(r)
     simulation.run()
     assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+
+
+class Stuck:
+    """A constraint that lets nothing through after two tokens, or can be followed no further."""
+
+    needs_mask = True
+    can_stop = True
+    is_finished = False
+
+    def __init__(self, ids: list[int] | None) -> None:
+        self.ids, self.n = ids, 0
+
+    def clone(self) -> Stuck:
+        return Stuck(self.ids)
+
+    def allowed(self) -> list[int] | None:
+        if self.n == 2 and self.ids is None:
+            raise InvalidRequestError("too complex", param="grammar")
+        return [300, 301] if self.n < 2 else self.ids
+
+    def accept(self, token: int) -> None:
+        self.n += 1
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("ids", [None, []])
+@pytest.mark.parametrize("spec", ["off", "auto"])
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
+    ids: list[int] | None, spec: str
+) -> None:
+    simulation = Simulation(EngineOptions(seed=1, spec=spec))  # type: ignore[arg-type]
+    pick = simulation.backend.sample_allowed
+
+    def sample_allowed(row: int, sampler: Any, allowed: Any) -> int:
+        if allowed == ():
+            raise EngineError("the grammar allows no token")
+        return pick(row, sampler, allowed)
+
+    simulation.backend.sample_allowed = sample_allowed  # type: ignore[method-assign]
+    good, bad = request("hello", max_tokens=20), request(LONG, n=2, max_tokens=20)
+    simulation.add(good)
+    simulation.add(bad, Stuck(ids))
+    simulation.run()
+    assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
+    assert simulation.text(good.id) == alone(good)
+
+
+def test_what_a_prompt_computed_before_it_was_preempted_is_not_called_cached() -> None:
+    simulation = Simulation(n_batch=32, n_ubatch=32, n_seq_max=1, n_ctx=2048)
+    slow = request(LONG * 6, max_tokens=5, priority=Priority.BATCH)
+    simulation.add(slow)
+    for _ in range(3):
+        simulation.turn()
+    simulation.add(request("hello you", max_tokens=5, priority=Priority.INTERACTIVE))
+    simulation.run()
+    assert simulation.loop.scheduler.n_preemptions == 1
+    assert simulation.last(slow.id).usage.n_cached == 0  # type: ignore[union-attr]
+
+
+def test_a_step_that_is_tried_again_counts_its_cached_tokens_once() -> None:
+    script = Script(
+        faults=tuple(Fault(kind="code", code=2, at_step=i) for i in (3, 4)), answer_tokens=0
+    )
+    simulation = Simulation(script=script)
+    first, again = (request(LONG * 3, max_tokens=2) for _ in range(2))
+    for r in (first, again):
+        simulation.add(r)
+        simulation.run()
+    n_cached = simulation.last(again.id).usage.n_cached  # type: ignore[union-attr]
+    assert simulation.loop.meter.cached_tokens == n_cached > 0
+
+
+def test_an_id_that_comes_twice_leaves_nothing_running_that_nobody_hears() -> None:
+    simulation = Simulation()
+    first = request(LONG, max_tokens=20)
+    simulation.add(first)
+    simulation.turn()
+    simulation.add(first)
+    later = request("hello", max_tokens=20)
+    simulation.add(later)
+    simulation.run()
+    assert simulation.last(first.id).finish_reason is FinishReason.ERROR
+    assert simulation.text(later.id) == alone(later)
+
+
+def test_an_exception_over_a_message_ends_that_request_and_not_the_loop() -> None:
+    class Uncopied(Stuck):
+        def clone(self) -> Stuck:
+            raise RuntimeError("not today")
+
+    simulation = Simulation()
+    bad, good = request(LONG, n=2, max_tokens=20), request("hello", max_tokens=20)
+    simulation.add(bad, Uncopied(None))
+    simulation.add(good)
+    simulation.run()
+    assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
+    assert simulation.text(good.id) == alone(good)
