@@ -119,6 +119,8 @@ class Scheduler:
         self._pinned: set[int] = set()
         self._ops: list[Op] = []
         self._order = 0
+        # A step has a token and a row for each, or the same ones would have none in every step.
+        self._most_running = min(limits.n_running, limits.n_batch, limits.n_outputs_max)
         # A token for each that may run, or the same ones would have none in every step.
         self._budget = min(max(options.step_budget or 0, limits.n_running), limits.n_batch)
         if options.step_budget is None:
@@ -187,7 +189,7 @@ class Scheduler:
         return self.tree.held_by(self._retained.keys())
 
     def _n_free_running(self) -> int:
-        return max(0, self.limits.n_running - len(self.running))
+        return max(0, self._most_running - len(self.running))
 
     def _urgency(self, seq: Sequence, now: float) -> tuple[float, int]:
         waited = now - seq.waiting_since
@@ -228,9 +230,9 @@ class Scheduler:
                 continue
             draft: tuple[int, ...] = ()
             if seq.draft:
-                # A row for everyone first; guesses share what is left.
+                # A token and a row for everyone first; guesses share what is left.
                 n_left = len(decoding) - n_before
-                spare = min(budget, outputs - len(prefilling)) - n_left
+                spare = min(budget, outputs) - len(prefilling) - n_left
                 draft = self._draft(seq, -(-spare // n_left))
             n_out = 1 + len(draft)
             work.append(Work(seq, seq.n_computed, 1, n_out, draft))
@@ -350,7 +352,7 @@ class Scheduler:
 
     def _has_slot(self, seq: Sequence, now: float) -> bool:
         pool = self._pool(seq)
-        if pool and len(self.running) < self.limits.n_running:
+        if pool and len(self.running) < self._most_running:
             return True
         able = self._displaceable(seq, now)
         victims = [s for s in able if pool or s.slot in self._ids(seq)]

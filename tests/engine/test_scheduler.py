@@ -391,6 +391,34 @@ def test_a_budget_of_a_step_has_a_token_for_every_stream() -> None:
     assert min(seq.n_output for seq in seqs) >= 15
 
 
+@pytest.mark.parametrize("few", [{"n_batch": 2}, {"n_outputs_max": 2}])
+def test_no_more_run_than_a_step_has_tokens_and_rows_for(few: dict[str, int]) -> None:
+    scheduler = Scheduler(limits(**few), EngineOptions())
+    running(scheduler, [1, 2], [3, 4])
+    scheduler.add([sequence([k, k], priority=Priority.BATCH) for k in (5, 6)])
+    for _ in range(5):
+        play(scheduler, scheduler.schedule(0.0))
+    quick = sequence([7, 8], priority=Priority.INTERACTIVE)
+    scheduler.add([quick])
+    for _ in range(5):
+        play(scheduler, scheduler.schedule(0.0))
+    assert quick.n_output >= 4
+
+
+def test_guesses_leave_a_prompt_its_tokens_of_a_small_budget() -> None:
+    scheduler = Scheduler(limits(), EngineOptions(step_budget=4))
+    seqs = running(scheduler, [1] * 5, [2] * 5)
+    prompt = sequence([4] * 5)
+    scheduler.add([prompt])
+    for _ in range(6):
+        for seq in seqs:
+            seq.draft = [7] * 8
+        play(scheduler, scheduler.schedule(0.0))
+        for seq in seqs:
+            scheduler.reject(seq)
+    assert prompt.n_output > 0
+
+
 def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
     split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024)
     scheduler = Scheduler(split, EngineOptions())
