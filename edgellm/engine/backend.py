@@ -50,6 +50,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     retain_cells: int = MIN_CELLS
     """Cells that retained prefixes may hold to begin with (see retention.py)."""
     sharing: str = "cells"
+    is_split: bool = False
+    """A step's sequences are computed together only as far as they have equally many tokens
+    (llama_batch_allocr::split_equal): each has cells, or a state, of its own."""
     can_shift: bool = True
     attached_top_k: int = 0
     """Candidates an attached sampler leaves; 0: every slot sees all logits."""

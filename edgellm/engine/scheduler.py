@@ -28,7 +28,7 @@ from edgellm.request import Overflow, Priority
 
 MIN_CHUNK: Final = 16
 """Smaller prefill chunks cost a step nearly as much and take longer overall."""
-LEAST_CHUNK: Final = 4
+LEAST_CHUNK: Final = 3
 STALL_S: Final = 0.05
 """But where even that many take longer, chunks are smaller: 8,000 tokens into a prompt each of
 them takes two CPU cores 16 ms."""
@@ -36,7 +36,7 @@ FIRST_SHARE: Final = 16
 """The chunk while costs are unknown: this part of an ubatch."""
 N_RECENT: Final = 32
 """Prompts that a new one is compared with, to find what they begin with alike."""
-CROWD: Final = 4.0
+CROWD: Final = 8.0
 """How much longer a step may be for each further prompt that waits, over the streams it delays."""
 
 
@@ -129,6 +129,8 @@ class Scheduler:
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
         self._last_chunk = 0
+        self._prompts_turn = False
+        """Split caches: whether this step is the prompts' rather than the running streams'."""
         self._awaited: dict[Sequence, Sequence] = {}
         """Running sequences that others wait for in this step, and the most urgent of these."""
         self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
@@ -167,11 +169,6 @@ class Scheduler:
     @property
     def _shares_cells(self) -> bool:
         return self.limits.sharing == "cells"
-
-    @property
-    def _is_split(self) -> bool:
-        """Whether each slot has cells of its own, so that nobody takes another's."""
-        return self.limits.n_running * self.limits.n_ctx_seq <= self.limits.n_cells
 
     @property
     def has_work(self) -> bool:
@@ -218,11 +215,21 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in self.running:
             (decoding if seq.is_decoding else prefilling).append(seq)
-        # A split cache is computed in ubatches of sequences whose ids follow one another in the
-        # batch (llama_batch_allocr::split_equal, sequential): out of order each is one alone.
-        if self._is_split:
+        # Sequences are computed together when their ids follow one another in the batch
+        # (llama_batch_allocr::split_equal, sequential): out of order each is computed alone.
+        if self.limits.is_split:
             decoding.sort(key=lambda s: s.slot)
         self._free = self.limits.n_cells - self.n_cells_used
+        # What is not of one length is computed one after the other, and each sequence looks at as
+        # many cells as the longest beside it has: a step for each kind costs no more, and streams
+        # are not slowed to a long prompt's depth.
+        takes_turns = self.limits.is_split and bool(decoding) and bool(prefilling)
+        self._prompts_turn = takes_turns and not self._prompts_turn
+        beside = decoding
+        if self._prompts_turn:
+            decoding = []
+        elif takes_turns:
+            prefilling = []
         for n_before, seq in enumerate(decoding):
             if seq.state is not State.RUNNING or budget <= 0 or outputs <= 0:
                 continue
@@ -242,6 +249,9 @@ class Scheduler:
         n_first = len(work)
         if prefilling:
             prefilling.sort(key=lambda s: self._urgency_for_others(s, now))
+            if not self._prompts_turn:
+                beside = [w.seq for w in work]
+            budget = min(budget, self._chunk(prefilling, beside))
             self._fill_prefill(prefilling, work, budget, outputs, finished)
         if self.n_preemptions != self._seen_preemptions:
             self._seen_preemptions = self.n_preemptions
@@ -264,7 +274,6 @@ class Scheduler:
         outputs: int,
         finished: list[Sequence],
     ) -> None:
-        budget = min(budget, self._chunk(prefilling, work))
         enough, n_prefill = self.costs.enough, 0
         for seq in prefilling:
             if 0 < enough <= n_prefill:
@@ -302,8 +311,8 @@ class Scheduler:
             return at - seq.n_computed
         return n
 
-    def _chunk(self, prefilling: list[Sequence], work: list[Work]) -> int:
-        """Prefill tokens that this step may carry beside the decodes it already holds.
+    def _chunk(self, prefilling: list[Sequence], beside: list[Sequence]) -> int:
+        """Prefill tokens that this step may carry; the streams ``beside`` wait for its end.
 
         Never more than the backend computes in one go: a longer step is no quicker, and whoever
         arrives in it waits for its end.
@@ -311,12 +320,12 @@ class Scheduler:
         costs, most = self.costs, self.limits.n_prefill or self.limits.n_ubatch
         first = prefilling[0]
         urgent = min(first.request.priority, self._awaited.get(first, first).request.priority)
-        if not work or all(w.seq.request.priority > urgent for w in work):
+        if all(seq.request.priority > urgent for seq in beside):
             return most
-        calm = costs.decode_s(len(work))
+        calm = costs.decode_s(len(beside))
         if not calm or not costs.token_s:
             return max(MIN_CHUNK, most // FIRST_SHARE)
-        crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(work))
+        crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(beside))
         extra = (self.options.itl_factor - 1) * calm * crowd
         if self.options.itl_target_s is not None:
             extra = max(extra, self.options.itl_target_s - calm)
@@ -633,7 +642,7 @@ class Scheduler:
         self._ops.append(Remove(slot, 0))
         free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
         free.append(slot)
-        if self._is_split:
+        if self.limits.is_split:
             free.sort(reverse=True)  # the lowest is taken first: running ones stay together
 
     def _keep_to_budget(self) -> None:

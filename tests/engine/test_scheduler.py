@@ -47,7 +47,7 @@ def learn(scheduler: Scheduler) -> None:
 
 def test_decodes_are_in_the_order_of_their_slots_and_the_lowest_slot_is_taken_first() -> None:
     # llama.cpp computes a split cache together only where ids follow one another in the batch.
-    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=64)
+    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=64, is_split=True)
     scheduler = Scheduler(split, EngineOptions())
     seqs = running(scheduler, [1] * 5, [2] * 5, [3] * 5, [4] * 5)
     for gone in (seqs[2], seqs[0]):
@@ -137,7 +137,25 @@ def test_no_two_steps_in_a_row_have_the_same_shape_while_a_prompt_is_read() -> N
     assert chunks == [40, 39, 40, 39, 40, 39]
 
 
-@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 4)])
+def test_where_each_has_cells_of_its_own_streams_and_prompts_take_turns() -> None:
+    split = limits(sharing="checkpoint", retained_ids=(), is_split=True)
+    scheduler = Scheduler(split, EngineOptions())
+    streams = running(scheduler, [1, 2, 3], [4, 5, 6])
+    learn(scheduler)
+    prompt = sequence(list(range(100, 150)))
+    scheduler.add([prompt])
+    turns = []
+    while prompt.n_output == 0:
+        step = scheduler.schedule(0.0)
+        turns.append(([w.seq for w in step.work], step.n_prefill))
+        play(scheduler, step)
+    reading, decoding = turns[::2], turns[1::2]
+    assert all(seqs == [prompt] and 0 < n <= 16 for seqs, n in reading)
+    assert all(seqs == streams and n == 0 for seqs, n in decoding)
+    assert len(reading) == len(decoding) + 1
+
+
+@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 3)])
 def test_chunks_are_smaller_where_each_token_takes_long(token_s: float, chunk: int) -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     running(scheduler, [1, 2, 3])
@@ -420,7 +438,7 @@ def test_guesses_leave_a_prompt_its_tokens_of_a_small_budget() -> None:
 
 
 def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
-    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024)
+    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True)
     scheduler = Scheduler(split, EngineOptions())
     text = list(range(40))
     running(scheduler, [*text, *[1] * 10])

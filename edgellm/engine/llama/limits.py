@@ -33,9 +33,14 @@ def sample_threads(plan: Plan, options: EngineOptions) -> int:
     return options.sample_threads or min(MAX_SAMPLE_THREADS, max(1, plan.params.n_threads))
 
 
+def _keeps_states(model: Any) -> bool:
+    """Whether some layers keep a state of a sequence instead of its tokens' cells."""
+    return bool(lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model))
+
+
 def _sharing(plan: Plan, model: Any) -> str:
     p = plan.params
-    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+    if _keeps_states(model):
         return "checkpoint"
     if lib.llama_model_n_swa(model) > 0 and not p.swa_full:
         return "checkpoint"
@@ -85,6 +90,7 @@ def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
         retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
         retain_cells=_retain_cells(plan),
         sharing=sharing,
+        is_split=n > 1 and (not p.kv_unified or _keeps_states(model)),
         attached_top_k=top_k,
         is_async=is_whole_on_gpu(plan),
     )
