@@ -129,12 +129,12 @@ class Backend(Protocol):
     def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
         """Forget ``n_drop`` positions from ``start`` on and move the later ones down."""
 
-    def state_get(self, seq_id: int) -> bytes:
+    def state_get(self, seq_id: int) -> bytes | bytearray:
         """All that the cache holds for a slot's sequence, to put back later. What a retained id
         holds cannot be saved: llama_kv_cache::state_write_meta writes no seq_id from n_seq_max on.
         """
 
-    def state_set(self, seq_id: int, state: bytes) -> bool:
+    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
         """Put back a sequence; False when it does not fit."""
 
     def embed(

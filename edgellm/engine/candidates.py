@@ -1,9 +1,8 @@
 """The few highest logits of each row, exactly, in about one pass over the row.
 
 A sampler chain of llama.cpp given a whole row first copies the vocabulary into candidates of 12
-bytes each and sorts them: 0.5 ms for 128k tokens. Here the row is folded into columns, the n-th
-highest column maximum is a bound below which no token can be among the n highest, and only
-columns that reach it are looked at again: 25 us for the same row.
+bytes each and sorts them: 0.5 ms for 128k tokens. Here the row is folded into columns, and the n-th
+highest column maximum is a bound below which no token can be among the n highest.
 """
 
 from __future__ import annotations
@@ -31,24 +30,17 @@ def highest(logits: Any, n: int) -> Iterator[Any]:
     folded = logits[:, : FOLD * n_columns].reshape(n_rows, FOLD, n_columns)
     tops = folded.max(1)
     bounds = np.partition(tops, n_columns - n, axis=1)[:, n_columns - n].tolist()
-    for row in range(n_rows):
-        yield _above(logits[row], folded[row], tops[row], bounds[row], n)
+    for row, bound in zip(logits, bounds, strict=True):
+        yield _above(row, bound, n)
 
 
-def _above(row: Any, folded: Any, tops: Any, bound: float, n: int) -> Any:
+def _above(row: Any, bound: float, n: int) -> Any:
     """The ids whose logits reach ``bound``."""
-    columns = np.flatnonzero(tops >= bound)
-    fold, at = np.nonzero(folded[:, columns] >= bound)
-    ids = fold * folded.shape[1] + columns[at]
-    start = folded.size
-    if start < len(row):  # what is left when FOLD does not divide the vocabulary
-        ids = np.concatenate((ids, start + np.flatnonzero(row[start:] >= bound)))
+    ids = (row >= bound).nonzero()[0]
     return ids if len(ids) >= n else np.arange(len(row))
 
 
 def _by_partition(row: Any, n: int) -> Any:
     if n >= len(row):
         return np.arange(len(row))
-    bound = np.partition(row, len(row) - n)[len(row) - n]
-    ids = np.flatnonzero(row >= bound)
-    return ids if len(ids) >= n else np.arange(len(row))
+    return _above(row, np.partition(row, len(row) - n)[len(row) - n], n)

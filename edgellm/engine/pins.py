@@ -47,7 +47,7 @@ class PinStore:
                     tokens.frombytes(pin.tokens)
                     yield tokens, pin.state
 
-    def save(self, tokens: array[int], state: bytes) -> None:
+    def save(self, tokens: array[int], state: bytes | bytearray) -> None:
         """Write a pin; a full disk loses the pin and nothing else."""
         if self._folder is None:
             return
@@ -56,5 +56,6 @@ class PinStore:
         part = path.with_suffix(".part")
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.msgpack.encode(_Pin(VERSION, self._model, raw, state)))
+            pin = _Pin(VERSION, self._model, raw, bytes(state))
+            part.write_bytes(msgspec.msgpack.encode(pin))
             os.replace(part, path)

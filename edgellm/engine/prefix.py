@@ -65,7 +65,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     key: int
     tokens: array[int]
-    state: bytes
+    state: bytes | bytearray
 
 
 class Checkpoints:
@@ -97,7 +97,7 @@ class Checkpoints:
     def get(self, key: int) -> Checkpoint | None:
         return self._saved.get(key)
 
-    def add(self, tokens: array[int], state: bytes) -> None:
+    def add(self, tokens: array[int], state: bytes | bytearray) -> None:
         """Save a state; older ones go until all fit."""
         if len(state) > self._max:
             self.n_most = min(self.n_most, len(tokens) - 1)

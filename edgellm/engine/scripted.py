@@ -327,12 +327,12 @@ class ScriptedBackend:
         for i, cell in enumerate(held[start:], start):
             cell.position = i
 
-    def state_get(self, seq_id: int) -> bytes:
+    def state_get(self, seq_id: int) -> bytes | bytearray:
         if seq_id in self.limits.retained_ids:
             return b""  # as llama_kv_cache::state_write_meta: unreadable beyond n_seq_max
         return array("q", [cell.state for cell in self.cells.get(seq_id, ())]).tobytes()
 
-    def state_set(self, seq_id: int, state: bytes) -> bool:
+    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
         states = array("q")
         states.frombytes(state)
         if not states or self.n_cells_used + len(states) > self.limits.n_cells:

@@ -438,7 +438,9 @@ def test_guesses_leave_a_prompt_its_tokens_of_a_small_budget() -> None:
 
 
 def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
-    split = limits(sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True)
+    split = limits(
+        sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True
+    )
     scheduler = Scheduler(split, EngineOptions())
     text = list(range(40))
     running(scheduler, [*text, *[1] * 10])

@@ -230,10 +230,10 @@ class LlamaBackend:
     def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
         self._memory.shift(seq_id, start, n_drop)
 
-    def state_get(self, seq_id: int) -> bytes:
+    def state_get(self, seq_id: int) -> bytearray:
         return self._memory.state(seq_id)
 
-    def state_set(self, seq_id: int, state: bytes) -> bool:
+    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
         return self._memory.restore(seq_id, state)
 
     # -- embeddings --------------------------------------------------------------------------

@@ -45,6 +45,9 @@ class Rows:
         self._sample_now = quick(
             "llama_sampler_sample", ctypes.c_int32, pointer, pointer, ctypes.c_int32
         )
+        self._all_logits = quick("llama_get_logits", pointer, pointer)
+        self._seen: tuple[tuple[int, tuple[int, int]], Any] = (0, (0, 0)), None
+        """Where the last matrix lay and its shape, and the matrix."""
         self._n_threads = n_threads
         self._pool = ThreadPoolExecutor(n_threads, "engine-sample") if n_threads > 1 else None
 
@@ -185,12 +188,14 @@ class Rows:
 
     def _matrix(self) -> Any:
         """All rows, in their order."""
-        address = ctypes.cast(lib.llama_get_logits(self._ctx), ctypes.c_void_p).value
+        address = self._all_logits(self._ctx)
         if address is None:
             raise EngineError("the last step has no logits")
-        n = self._batch.n_rows * self._vocab.n
-        data: Any = (ctypes.c_float * n).from_address(address)
-        return np.frombuffer(data, np.float32).reshape(self._batch.n_rows, self._vocab.n)
+        shape = self._batch.n_rows, self._vocab.n
+        if self._seen[0] != (address, shape):  # making a view takes 15 us
+            data: Any = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
+            self._seen = (address, shape), np.frombuffer(data, np.float32).reshape(shape)
+        return self._seen[1]
 
     def _row(self, row: int) -> Any:
         pointer = lib.llama_get_logits_ith(self._ctx, row)
