@@ -142,5 +142,14 @@ def test_elsewhere_each_row_is_llama_cpps_own_top_k(
     assert list(values) == list(logits[ids])
 
 
+@pytest.mark.model
+def test_a_vocabulary_smaller_than_the_candidates_is_read_whole() -> None:
+    options = EngineOptions(warmup=False, attach_top_k=60_000)
+    backend = llama.load(starter_plan(), options, lambda progress: None)
+    assert backend.limits.attached_top_k == 0
+    assert backend.decode([Span(0, 0, array("i", [1, 2]), 1)]) == 0
+    backend.close()
+
+
 def _prompt(numbers: random.Random) -> array[int]:
     return array("i", numbers.choices(range(49_000), k=numbers.randrange(1, 9)))

@@ -47,7 +47,7 @@ def _sharing(plan: Plan, model: Any) -> str:
     return "cells" if p.kv_unified else "checkpoint"
 
 
-def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str) -> int:
+def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str, n_vocab: int) -> int:
     p = plan.params
     # What needs all logits runs in sequences beside the attached ones; where sequences have cells
     # of their own these would cost memory, or stand idle.
@@ -57,9 +57,10 @@ def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str) -> int:
         return 0
     if p.n_outputs_max > 2 * p.n_seq_max:  # a vocabulary on the GPU for each output: 0.5 GiB
         return 0
-    if options.attach_top_k is not None:
-        return options.attach_top_k
-    return ATTACHED_TOP_K if is_on_gpu(plan) else 0
+    top_k = options.attach_top_k
+    if top_k is None:
+        top_k = ATTACHED_TOP_K if is_on_gpu(plan) else 0
+    return top_k if top_k <= n_vocab else 0  # ggml_top_k ends the process for more
 
 
 def n_outputs(plan: Plan, options: EngineOptions, n_seq: int) -> int:
@@ -74,7 +75,8 @@ def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
     p = plan.params
     n = p.n_seq_max
     sharing = _sharing(plan, model)
-    top_k = _attached_top_k(plan, options, sharing)
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    top_k = _attached_top_k(plan, options, sharing, n_vocab)
     n_plain = min(n, options.n_plain, MAX_SEQ - n) if top_k else 0
     first = n + n_plain
     return Limits(
