@@ -62,8 +62,20 @@ class Refused(msgspec.Struct, frozen=True):
     error: ErrorInfo
 
 
+class Withdrawn(msgspec.Struct, frozen=True):
+    """A request cancelled, and told so, before it was tokenised: it is counted, no more."""
+
+
 Message = (
-    Arrived | Refused | EmbedJob | ScoreJob | wire.Cancel | wire.Stats | wire.Ping | wire.Close
+    Arrived
+    | Refused
+    | Withdrawn
+    | EmbedJob
+    | ScoreJob
+    | wire.Cancel
+    | wire.Stats
+    | wire.Ping
+    | wire.Close
 )
 Send = Callable[[wire.FromChild], None]
 
@@ -168,6 +180,8 @@ class Loop:
             self._send(wire.Reply(message.call, self.stats()))
         elif isinstance(message, wire.Ping):
             self._send(wire.Reply(message.call, None))
+        elif isinstance(message, Withdrawn):
+            self.meter.cancelled += 1
         elif isinstance(message, Refused):
             self.meter.failed += 1
             self.output.fail(message.request_id, wire.rebuild_error(message.error))

@@ -333,7 +333,7 @@ class Scheduler:
         n = min(most, max(least, int((extra - costs.fixed_s) / costs.token_s)))
         # A step of the shape of the one before it is captured as a CUDA graph (ggml-cuda.cu): 6 ms
         # on an H200, for a shape that a few steps later is another one as the cache grows.
-        n -= n == self._last_chunk
+        n -= n == self._last_chunk and n > 1
         self._last_chunk = n
         return n
 

@@ -27,7 +27,7 @@ from edgellm.engine.backend import Backend, LoadBackend
 from edgellm.engine.constrain import ConstraintFactory, Vocabulary, make_factory
 from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, LoadProgress
-from edgellm.engine.loop import Arrived, Loop, Refused
+from edgellm.engine.loop import Arrived, Loop, Refused, Withdrawn
 from edgellm.engine.score import ScoreJob
 from edgellm.errors import (
     ConfigError,
@@ -163,6 +163,7 @@ class Reader:
             usage=Usage(),
         )
         self._outbox.send(wire.Events([end], []))
+        self._loop.inbox.put(Withdrawn())
 
     def _answer(self, message: wire.ToChild) -> None:
         try:

@@ -16,6 +16,7 @@ from edgellm.engine import wire
 from edgellm.engine.constrain import make_factory
 from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, Fault, Script
+from edgellm.engine.loop import Withdrawn
 from edgellm.engine.score import ScoreJob
 from edgellm.engine.worker import vocabulary_of
 from edgellm.errors import EngineError, InvalidRequestError
@@ -358,6 +359,13 @@ def test_prompts_that_begin_alike_and_come_together_wait_for_one_of_them() -> No
     assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
     usages = [simulation.last(r.id).usage for r in wave]
     assert sorted(u.n_cached >= 60 for u in usages if u is not None) == [False, True, True, True]
+
+
+def test_a_request_withdrawn_before_it_arrived_counts_as_cancelled() -> None:
+    simulation = Simulation()
+    simulation.loop.inbox.put(Withdrawn())
+    simulation.loop._take_in()
+    assert simulation.loop.stats().requests_cancelled == 1
 
 
 def test_a_cancelled_first_leaves_nobody_waiting_for_its_state() -> None:

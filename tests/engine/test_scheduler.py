@@ -155,6 +155,17 @@ def test_where_each_has_cells_of_its_own_streams_and_prompts_take_turns() -> Non
     assert len(reading) == len(decoding) + 1
 
 
+def test_a_prompt_read_token_by_token_stands_still_in_no_step() -> None:
+    scheduler = Scheduler(limits(n_ubatch=1), EngineOptions())
+    running(scheduler, [1, 2, 3])
+    learn(scheduler)
+    scheduler.add([sequence([4, 5, 6, 7])])
+    for _ in range(3):
+        step = scheduler.schedule(0.0)
+        assert step.n_prefill == 1
+        play(scheduler, step)
+
+
 @pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 3)])
 def test_chunks_are_smaller_where_each_token_takes_long(token_s: float, chunk: int) -> None:
     scheduler = Scheduler(limits(), EngineOptions())

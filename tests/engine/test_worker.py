@@ -17,7 +17,7 @@ import pytest
 
 from edgellm.engine import wire
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.loop import Message, Refused
+from edgellm.engine.loop import Message, Refused, Withdrawn
 from edgellm.engine.scripted import ScriptedBackend, tokenize
 from edgellm.engine.worker import LONG_TEXT, Reader, refuse_overlong, turn_tokens, within_plan
 from edgellm.errors import ContextOverflowError
@@ -87,11 +87,12 @@ def test_a_request_cancelled_while_it_is_tokenised_never_arrives() -> None:
     reader._take(encoded(wire.Generate(r)))
     reader._take(encoded(wire.Cancel(r.id)))
     backend.may.set()
-    (told,) = sent  # the loop never hears of it, so it could not say that it has ended
+    (told,) = sent  # the loop never gets it, so it could not say that it has ended
     assert isinstance(told, wire.Events)
     (event,) = told.events
     assert (event.request_id, event.finish_reason) == (r.id, FinishReason.CANCELLED)
     assert event.is_last
+    assert inbox.inbox.get(timeout=5) == Withdrawn()  # and counts it
     reader._take(encoded(wire.Cancel("another")))
     assert inbox.inbox.get(timeout=5) == wire.Cancel("another")
     time.sleep(0.05)
