@@ -24,6 +24,9 @@ Allowed: TypeAlias = "tuple[int, ...] | bytes | bool | None"
 """What may be chosen: these ids, the ids whose bits are set (little endian), False for all but end
 tokens, None for all."""
 
+State: TypeAlias = "bytes | bytearray"
+"""What is held for one sequence, as bytes."""
+
 OnProgress = Callable[[LoadProgress], None]
 
 
@@ -129,12 +132,12 @@ class Backend(Protocol):
     def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
         """Forget ``n_drop`` positions from ``start`` on and move the later ones down."""
 
-    def state_get(self, seq_id: int) -> bytes | bytearray:
+    def state_get(self, seq_id: int) -> State:
         """All that the cache holds for a slot's sequence, to put back later. What a retained id
         holds cannot be saved: llama_kv_cache::state_write_meta writes no seq_id from n_seq_max on.
         """
 
-    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
+    def state_set(self, seq_id: int, state: State) -> bool:
         """Put back a sequence; False when it does not fit."""
 
     def embed(

@@ -453,7 +453,9 @@ class Loop:
         seq.checkpoint_at, seq.checkpoint_next = seq.checkpoint_next, 0
         if seq.n_computed > self.scheduler.checkpoints.n_most:
             return
+        began = time.monotonic()
         state = self.backend.state_get(seq.slot)
+        self.scheduler.costs.observe_save(seq.n_computed, time.monotonic() - began)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
 
     def _take(self, seq: Sequence, row: int, token: Chosen, now: float) -> None:

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from edgellm.engine.backend import State
 from edgellm.engine.info import EngineInfo
 
 VERSION: Final = 1
@@ -47,7 +48,7 @@ class PinStore:
                     tokens.frombytes(pin.tokens)
                     yield tokens, pin.state
 
-    def save(self, tokens: array[int], state: bytes | bytearray) -> None:
+    def save(self, tokens: array[int], state: State) -> None:
         """Write a pin; a full disk loses the pin and nothing else."""
         if self._folder is None:
             return

@@ -14,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from edgellm.engine.backend import State
+
 _PROBE: Final = 64
 
 
@@ -65,7 +67,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     key: int
     tokens: array[int]
-    state: bytes | bytearray
+    state: State
 
 
 class Checkpoints:
@@ -97,7 +99,7 @@ class Checkpoints:
     def get(self, key: int) -> Checkpoint | None:
         return self._saved.get(key)
 
-    def add(self, tokens: array[int], state: bytes | bytearray) -> None:
+    def add(self, tokens: array[int], state: State) -> None:
         """Save a state; older ones go until all fit."""
         if len(state) > self._max:
             self.n_most = min(self.n_most, len(tokens) - 1)

@@ -510,14 +510,15 @@ class Scheduler:
         return len(found.tokens)
 
     def _plan_checkpoints(self, seq: Sequence, limit: int, n_saved: int) -> None:
-        """Save the prompt's end, for the conversation's next turn; and before it where it parts
-        from another prompt, for a third that begins like both."""
+        """Save the prompt's end, for the conversation's next turn, where that is cheap; and before
+        it where it parts from another prompt, for a third that begins like both."""
         least = self.options.prefix_min
         alike = [common_prefix(other, seq.tokens) for other in self._recent]
         # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
         same = max((n for n in alike if n <= limit), default=0)
         most = min(limit, self.checkpoints.n_most)
-        points = [n for n in (same, limit) if least <= n <= most and n > n_saved]
+        ends = (limit,) if self.costs.is_saving_cheap else ()
+        points = [n for n in (same, *ends) if least <= n <= most and n > n_saved]
         seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
         if not any(other is seq.tokens for other in self._recent):
             self._recent.append(seq.tokens)

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from edgellm.engine.backend import NO_CELLS, OK, Allowed, Limits, OnProgress, Span
+from edgellm.engine.backend import NO_CELLS, OK, Allowed, Limits, OnProgress, Span, State
 from edgellm.engine.info import EngineInfo, EngineOptions, Fault, LoadProgress
 from edgellm.errors import DoesNotFitError
 from edgellm.planner.plan import LoadReport, MeasuredDevice, Plan
@@ -327,12 +327,12 @@ class ScriptedBackend:
         for i, cell in enumerate(held[start:], start):
             cell.position = i
 
-    def state_get(self, seq_id: int) -> bytes | bytearray:
+    def state_get(self, seq_id: int) -> State:
         if seq_id in self.limits.retained_ids:
             return b""  # as llama_kv_cache::state_write_meta: unreadable beyond n_seq_max
         return array("q", [cell.state for cell in self.cells.get(seq_id, ())]).tobytes()
 
-    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
+    def state_set(self, seq_id: int, state: State) -> bool:
         states = array("q")
         states.frombytes(state)
         if not states or self.n_cells_used + len(states) > self.limits.n_cells:

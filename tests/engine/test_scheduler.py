@@ -465,6 +465,23 @@ def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> N
     assert len(scheduler._recent) == 2
 
 
+def test_where_saving_takes_as_long_as_reading_only_where_prompts_part_is_saved() -> None:
+    split = limits(
+        sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True
+    )
+    scheduler = Scheduler(split, EngineOptions())
+    scheduler.costs.observe(0, 100, 0.020)
+    for _ in range(3):
+        scheduler.costs.observe_save(100, 0.018)
+    first, second = (sequence([*range(40), *range(k, k + 10)]) for k in (100, 200))
+    scheduler.add([first])
+    play(scheduler, scheduler.schedule(0.0))
+    assert (first.checkpoint_at, first.checkpoint_next) == (0, 0)
+    scheduler.add([second])
+    scheduler.schedule(0.0)
+    assert (second.checkpoint_at, second.checkpoint_next) == (40, 0)
+
+
 def test_a_refused_checkpoint_is_not_the_fault_of_who_has_the_slot_now() -> None:
     lim = limits(sharing="checkpoint", retained_ids=(), n_running=1, slot_ids=(0,))
     scheduler = Scheduler(lim, EngineOptions(aging_s=1.0))

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from edgellm.engine.backend import OK, Allowed, OnProgress, Span
+from edgellm.engine.backend import OK, Allowed, OnProgress, Span, State
 from edgellm.engine.info import EngineOptions, LoadProgress
 from edgellm.engine.llama.batch import Batch
 from edgellm.engine.llama.describe import describe
@@ -230,10 +230,10 @@ class LlamaBackend:
     def seq_shift(self, seq_id: int, start: int, n_drop: int) -> None:
         self._memory.shift(seq_id, start, n_drop)
 
-    def state_get(self, seq_id: int) -> bytearray:
+    def state_get(self, seq_id: int) -> State:
         return self._memory.state(seq_id)
 
-    def state_set(self, seq_id: int, state: bytes | bytearray) -> bool:
+    def state_set(self, seq_id: int, state: State) -> bool:
         return self._memory.restore(seq_id, state)
 
     # -- embeddings --------------------------------------------------------------------------
