@@ -26,6 +26,10 @@ class Heights:
         marks = self._marks.get(holder)
         return marks[-1][1] if marks else 0
 
+    def below(self, holder: int, height: int) -> int:
+        """How many of a holder's first cells lie below ``height``."""
+        return max((n for n, top in self._marks.get(holder, ()) if top <= height), default=0)
+
     def grew(self, holder: int, n: int, n_used: int) -> None:
         """A holder has ``n`` cells now, and ``n_used`` are in use by all."""
         marks = self._marks.setdefault(holder, [])

@@ -601,6 +601,15 @@ class Scheduler:
         self._ops.append(Remove(holder, 0))
         self._free_retained.append(holder)
 
+    def _shorten(self, holder: int, n: int) -> None:
+        """Keep the first ``n`` tokens of a retained prefix, if that is worth a seq_id."""
+        if n < self.options.prefix_min:
+            self._forget(holder)
+            return
+        self._ops.append(Remove(holder, n))
+        self.tree.truncate(holder, n)
+        self.heights.cut(holder, n)
+
     def _victim(self) -> Sequence | None:
         running = [s for s in self.running if s.state is State.RUNNING]
         return max(running, key=lambda s: (s.request.priority, s.order), default=None)
@@ -657,16 +666,16 @@ class Scheduler:
         self._keep_low()
 
     def _keep_low(self) -> None:
-        """Let go of prefixes, the newest too, that lie far above everything else: empty cells below
-        them cost a step what full ones do."""
+        """Let go of what lies far above everything else, of the newest prefix too: empty cells
+        below it cost a step what full ones do. A beginning that lies low stays."""
         while loose := [holder for holder in self._retained if holder not in self._pinned]:
             highest = max(loose, key=self.heights.top)
             others = [self.heights.top(h) for h in self.tree.holders if h != highest]
-            below = max([self.n_cells_used, *others])
-            if self.heights.top(highest) - below <= self.retention.cells:
+            most = max([self.n_cells_used, *others]) + self.retention.cells
+            if self.heights.top(highest) <= most:
                 return
             self.retention.let_go(self.tree.tokens(highest))
-            self._forget(highest)
+            self._shorten(highest, self.heights.below(highest, most))
 
     def _worth_keeping(self, slot: int) -> bool:
         if not (self._shares_cells and self.options.retain_prefixes):

@@ -104,3 +104,11 @@ def test_what_is_cut_is_as_low_as_its_beginning() -> None:
     assert heights.top(2) == 3000
     heights.cut(1, 0)
     assert heights.top(1) == 0
+
+
+def test_the_beginning_below_a_height_is_told() -> None:
+    heights = Heights()
+    heights.grew(1, 100, 100)
+    heights.grew(1, 140, 1000)
+    assert [heights.below(1, at) for at in (99, 100, 999, 1000)] == [0, 100, 100, 140]
+    assert heights.below(2, 1000) == 0
