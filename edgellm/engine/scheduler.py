@@ -28,7 +28,7 @@ from edgellm.request import Overflow, Priority
 
 MIN_CHUNK: Final = 16
 """Smaller prefill chunks cost a step nearly as much and take longer overall."""
-LEAST_CHUNK: Final = 3
+LEAST_CHUNK: Final = 4
 STALL_S: Final = 0.05
 """But where even that many take longer, chunks are smaller: 8,000 tokens into a prompt each of
 them takes two CPU cores 16 ms."""

@@ -166,7 +166,7 @@ def test_a_prompt_read_token_by_token_stands_still_in_no_step() -> None:
         play(scheduler, step)
 
 
-@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 3)])
+@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 16), (0.010, 5), (1.0, 4)])
 def test_chunks_are_smaller_where_each_token_takes_long(token_s: float, chunk: int) -> None:
     scheduler = Scheduler(limits(), EngineOptions())
     running(scheduler, [1, 2, 3])
