@@ -671,7 +671,10 @@ class Scheduler:
         while loose := [holder for holder in self._retained if holder not in self._pinned]:
             highest = max(loose, key=self.heights.top)
             others = [self.heights.top(h) for h in self.tree.holders if h != highest]
-            most = max([self.n_cells_used, *others]) + self.retention.cells
+            # A long one may have as many empty cells below it as it has itself: the next prompt
+            # fills them.
+            spare = max(self.retention.cells, self.tree.length(highest))
+            most = max([self.n_cells_used, *others]) + spare
             if self.heights.top(highest) <= most:
                 return
             self.retention.let_go(self.tree.tokens(highest))

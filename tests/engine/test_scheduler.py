@@ -411,6 +411,16 @@ def test_what_slid_lies_where_it_was_computed_again() -> None:
     assert scheduler.heights.top(11) > 900
 
 
+def test_a_long_prefix_stays_that_lies_above_the_empty_cells_of_the_one_before_it() -> None:
+    scheduler = Scheduler(limits(n_cells=8192, n_ctx_seq=4096), EngineOptions())
+    for start in (0, 3000):
+        (seq,) = running(scheduler, list(range(start, start + 1200)))
+        scheduler.finish(seq)
+    found = scheduler.tree.match(array("i", [*range(3000, 4200), 1]), 1200)
+    assert found is not None
+    assert found.n == 1200
+
+
 def test_of_an_answer_kept_far_up_the_low_beginning_stays() -> None:
     scheduler = Scheduler(limits(n_cells=4096, n_ctx_seq=2048), EngineOptions())
     text = list(range(200))
