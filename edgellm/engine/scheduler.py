@@ -660,7 +660,7 @@ class Scheduler:
         loose = [holder for holder in self._retained if holder not in self._pinned]
         for holder in loose[:-1]:
             if self.n_cells_retained <= self.retention.cells:
-                return
+                break
             self.retention.let_go(self.tree.tokens(holder))
             self._forget(holder)
         self._keep_low()

@@ -217,6 +217,22 @@ def test_a_prefix_far_above_what_is_used_is_let_go() -> None:
     assert max(map(scheduler.heights.top, scheduler.tree.holders)) < 128
 
 
+def test_a_prefix_far_up_is_let_go_also_where_others_are_kept_within_the_budget() -> None:
+    large = limits(n_cells=8192, n_ctx_seq=4096, n_batch=512, n_ubatch=512)
+    scheduler = Scheduler(large, EngineOptions())
+    (kept,) = running(scheduler, list(range(7000, 7040)))
+    scheduler.finish(kept)
+    (short,) = running(scheduler, list(range(5000, 5020)))
+    long = sequence(list(range(1500)), cache_prompt=False)
+    scheduler.add([long])
+    for _ in range(20):
+        play(scheduler, scheduler.schedule(0.0))
+    scheduler.finish(long)
+    scheduler.finish(short)
+    assert 0 < scheduler.n_cells_retained < scheduler.retention.cells
+    assert max(map(scheduler.heights.top, scheduler.tree.holders)) < 512
+
+
 def test_prefixes_that_lie_side_by_side_are_kept() -> None:
     scheduler = Scheduler(limits(n_cells=8192, n_ctx_seq=4096, retain_cells=4096), EngineOptions())
     first, second = running(scheduler, list(range(900)), list(range(3000, 3900)))
