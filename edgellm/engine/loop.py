@@ -401,6 +401,7 @@ class Loop:
         self._sampled_at = now = time.monotonic()
         for row, seq, token in zip(rows, seqs, tokens, strict=False):
             if seq.state is State.RUNNING:
+                seq.draft = []  # guesses that found no room began with this token
                 self._take(seq, row, token, now)
         picked = dict(zip(ahead_rows, tokens[len(rows) :], strict=True))
         n = len(rows)

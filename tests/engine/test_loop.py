@@ -423,6 +423,17 @@ def test_speculation_changes_no_text_and_says_what_it_guessed() -> None:
     assert 0 < usage.n_accepted < usage.n_drafted
 
 
+def test_guesses_that_found_no_room_are_not_made_for_the_tokens_after_them() -> None:
+    simulation = Simulation(EngineOptions(seed=1, script=Script(answer_tokens=0)), n_outputs_max=1)
+    simulation.add(request(LONG, max_tokens=9))
+    simulation.turn()
+    seq = simulation.loop.scheduler.running[0]
+    assert seq.is_decoding
+    seq.draft = [300, 301]
+    simulation.turn()
+    assert seq.draft == []
+
+
 def test_the_rows_of_greedy_guesses_are_chosen_in_one_call() -> None:
     options = EngineOptions(spec="draft", spec_max=4, seed=1, script=Script(answer_tokens=0))
     simulation = Simulation(options, n_outputs_max=32, draft_model="scripted")
