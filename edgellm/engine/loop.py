@@ -101,6 +101,8 @@ class Loop:
         self._closing = False
         self._eog = frozenset(backend.info.eog_ids)
         self._sampled_at = 0.0
+        self._saving_s = 0.0
+        """What saving states took of the last step."""
         self._delivers_later = False
         self._shape: list[int] = []
         """Tokens of each sequence in the last step."""
@@ -323,8 +325,9 @@ class Loop:
     ) -> None:
         t0, t1, t2, t3 = times
         sampled = self._sampled_at
+        # A saved state is counted by itself: compared with what computing it took, not part of it.
         self.scheduler.costs.observe(
-            sum(1 for w in step.work if w.n_out), step.n_prefill, sampled - t1
+            sum(1 for w in step.work if w.n_out), step.n_prefill, sampled - t1 - self._saving_s
         )
         parts = (t1 - t0, t2 - t1, sampled - t2, t3 - sampled)
         self.meter.step(t3, step.n_prefill, n_chosen, parts)
@@ -381,6 +384,7 @@ class Loop:
         seqs: list[Sequence] = []
         guessed: list[tuple[sched.Work, int]] = []
         at = 0
+        self._saving_s = 0.0
         for w in work:
             self.scheduler.computed(w)
             self.output.progress(w.seq, w.seq.n_computed)
@@ -456,7 +460,9 @@ class Loop:
             return
         began = time.monotonic()
         state = self.backend.state_get(seq.slot)
-        self.scheduler.costs.observe_save(seq.n_computed, time.monotonic() - began)
+        took = time.monotonic() - began
+        self._saving_s += took
+        self.scheduler.costs.observe_save(seq.n_computed, took)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
 
     def _take(self, seq: Sequence, row: int, token: Chosen, now: float) -> None:

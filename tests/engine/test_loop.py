@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,6 +330,30 @@ def test_checkpoints_stand_in_for_shared_cells() -> None:
     assert simulation.last(again.id).usage.n_cached > 30  # type: ignore[union-attr]
     assert simulation.text(again.id) == alone(again)
     assert simulation.loop.scheduler.misses["no_checkpoint"] == 1
+
+
+def test_what_saving_a_state_takes_is_no_part_of_what_its_prompt_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(script=Script(share="checkpoint"))
+    now = [100.0]
+    monkeypatch.setattr("edgellm.engine.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def taking(seconds: float, call: Any) -> Any:
+        def slow(*args: Any) -> Any:
+            now[0] += seconds
+            return call(*args)
+
+        return slow
+
+    backend = simulation.backend
+    monkeypatch.setattr(backend, "decode", taking(0.02, backend.decode))
+    monkeypatch.setattr(backend, "state_get", taking(0.03, backend.state_get))
+    for tail in ("one", "two", "three", "four"):
+        simulation.add(request(f"{tail} " * 20 + LONG, max_tokens=1))
+        simulation.run()
+    # A prompt takes two steps, 0.04 s: most of that is not cheap.
+    assert not simulation.loop.scheduler.costs.is_saving_cheap
 
 
 def test_a_third_prompt_begins_where_two_others_parted() -> None:
