@@ -43,6 +43,12 @@ def test_more_candidates_make_smaller_groups() -> None:
     assert topk.group_sizes(128_256, 256) == [4, 4, 4, 4]
 
 
+def test_a_library_without_one_of_the_functions_has_none_of_them() -> None:
+    known = {"ggml_cont": (ctypes.c_void_p, ctypes.c_void_p)}
+    assert list(topk.ggml_functions(known, {})) == ["ggml_cont"]
+    assert topk.ggml_functions({**known, "ggml_from_the_future": ()}, {}) == {}
+
+
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Any]:
     yield from _open()

@@ -61,10 +61,13 @@ def ggml_functions(
 ) -> dict[str, Any]:
     """Functions of the ggml that llama.cpp uses, which keep the interpreter lock as ``quick`` does;
     a pointer comes back where ``results`` names nothing else. Empty when one of them is missing."""
-    folder = library_folder()
+    try:
+        library = open_library(library_folder(), "ggml-base")
+    except OSError:
+        return {}
     functions = {}
     for name, types in arguments.items():
-        held = ctypes.PyDLL("ggml", handle=open_library(folder, "ggml-base")._handle)
+        held = ctypes.PyDLL("ggml", handle=library._handle)
         function = getattr(held, name, None)
         if function is None:
             return {}
