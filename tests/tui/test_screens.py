@@ -17,7 +17,7 @@ from edgellm.tui.demo import RUNS, DemoServices
 from edgellm.tui.ledger import LedgerBar
 from edgellm.tui.offers import rough_bytes, rough_verdict
 from edgellm.tui.ports import Preferences, Progress
-from edgellm.tui.widgets import Stepper
+from edgellm.tui.widgets import Metric, Stepper
 from edgellm.units import GiB
 from tests.tui.driving import settle
 
@@ -280,6 +280,26 @@ async def test_a_lost_server_is_said_once_and_the_monitor_goes_on(
         await settle(pilot, said)
         await pilot.pause(0.4)
         assert len(said()) == 1
+
+
+async def test_a_reading_that_comes_while_the_monitor_is_taken_down_is_dropped(
+    app: EdgeApp, services: DemoServices, monkeypatch: Any
+) -> None:
+    asked, may = threading.Event(), threading.Event()
+    read = services.gauge
+
+    def gauge() -> Any:
+        asked.set()
+        may.wait(10)
+        return read()
+
+    monkeypatch.setattr(services, "gauge", gauge)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("f4")
+        await settle(pilot, asked.is_set)
+        await app.screen.query(Metric).remove()
+        may.set()
+        await pilot.pause(0.2)
 
 
 async def test_serving_starts_shows_its_curl_line_and_stops(app: EdgeApp) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any, ClassVar, Final
 
@@ -12,6 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.color import Color
 from textual.containers import Grid, Horizontal, Vertical
+from textual.css.query import NoMatches
 from textual.reactive import reactive
 from textual.widgets import DataTable, Static
 
@@ -150,7 +152,12 @@ class MonitorScreen(EdgeScreen):
 
     @work(exclusive=True, group="read")
     async def _read(self, endpoint: Endpoint | None) -> None:
-        """One reading of the machine and of the engine; a lost server is said once."""
+        """One reading, shown; one that comes while the screen is taken down has nowhere to go."""
+        with contextlib.suppress(NoMatches):
+            await self._read_and_show(endpoint)
+
+    async def _read_and_show(self, endpoint: Endpoint | None) -> None:
+        """The machine, and the engine; a lost server is said once."""
         self.gauge = await asyncio.to_thread(self.edge.services.gauge)
         if endpoint is None:
             self.stats = None
