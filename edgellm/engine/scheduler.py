@@ -121,10 +121,8 @@ class Scheduler:
         self._order = 0
         # A step has a token and a row for each, or the same ones would have none in every step.
         self._most_running = min(limits.n_running, limits.n_batch, limits.n_outputs_max)
-        # A token for each that may run, or the same ones would have none in every step.
-        self._budget = min(max(options.step_budget or 0, limits.n_running), limits.n_batch)
-        if options.step_budget is None:
-            self._budget = limits.n_batch
+        budget = limits.n_batch if options.step_budget is None else options.step_budget
+        self._budget = min(max(budget, limits.n_running), limits.n_batch)
         self._free = 0
         """Cells that the step being planned has not given out yet."""
         self._seen_preemptions = 0
