@@ -10,7 +10,7 @@ import pytest
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.demo import DemoServices
 from edgellm.tui.screens.help import HelpScreen
-from tests.tui.driving import bench, chat, models, monitor, plan, server, settle, welcome
+from tests.tui.driving import bench, chat, models, monitor, plan, server, settle, still, welcome
 
 SIZES = [(80, 24), (160, 48)]
 Drive = Callable[[Any], Awaitable[None]]
@@ -25,6 +25,7 @@ async def plan_that_does_not_fit(pilot: Any) -> None:
     await settle(pilot, lambda: pilot.app.screen.plan.params.n_gpu_layers == layers.value)
     await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
     assert pilot.app.screen.plan.devices[0].headroom < 0
+    await still(pilot)
 
 
 async def bench_empty(pilot: Any) -> None:
