@@ -12,8 +12,10 @@ import pytest_asyncio
 
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions
+from edgellm.planner.plan import Plan
 from edgellm.request import Priority, Request, TokenEvent, Usage
 from tests.engine.factories import plan, request
+from tests.engine.simulate import Simulation, over_model
 from tests.engine.tiny import tiny_model
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
@@ -32,9 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
 
 
+def tiny_plan(folder: Path, arch: str, **changes: Any) -> Plan:
+    return plan(tiny_model(folder, arch, n_layer=N_LAYER.get(arch, 4)), **changes)
+
+
 def loading(folder: Path, arch: str, options: EngineOptions | None = None, **changes: Any) -> Any:
-    path = tiny_model(folder, arch, n_layer=N_LAYER.get(arch, 4))
-    return Engine.load(plan(path, **changes), options=options or EngineOptions())
+    planned = tiny_plan(folder, arch, **changes)
+    return Engine.load(planned, options=options or EngineOptions())
 
 
 @pytest_asyncio.fixture(params=ARCHES, scope="module", loop_scope="module")
@@ -102,35 +108,31 @@ async def test_a_cancelled_stream_leaves_nothing_in_the_cache(engine: Engine) ->
     assert (await engine.stats()).cells_used == 0
 
 
+def each_alone(simulation: Simulation, *prompts: str) -> list[tuple[int, ...]]:
+    requests = [asking(prompt, 60, cache_prompt=False) for prompt in prompts]
+    return [ids for r in requests for ids in simulation.ids_of(r)]
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 async def test_without_a_slot_one_is_preempted_and_goes_on_with_its_text(
     arch: str, folder: Path
 ) -> None:
-    engine = await loading(folder, arch, n_seq_max=1)
-    try:
-        expected = await alone(engine, *PROMPTS[:2], n=60)
-        slow = engine.generate(asking(PROMPTS[0], 60, priority=Priority.BATCH))
-        events = [await slow.__anext__()]
-        urgent = await collect(engine, asking(PROMPTS[1], 60, priority=Priority.INTERACTIVE))
-        events += [event async for event in slow]
-        assert [ids(events), ids(urgent)] == expected
-        assert (await engine.stats()).preemptions >= 1
-    finally:
-        await engine.close()
+    with over_model(tiny_plan(folder, arch, n_seq_max=1)) as simulation:
+        expected = each_alone(simulation, *PROMPTS[:2])
+        slow = asking(PROMPTS[0], 60, priority=Priority.BATCH)
+        urgent = asking(PROMPTS[1], 60, priority=Priority.INTERACTIVE)
+        assert simulation.preempted(slow, urgent) == expected
+        assert simulation.loop.scheduler.n_preemptions == 1
 
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
 async def test_without_cells_one_is_preempted_and_goes_on_with_its_text(
     arch: str, folder: Path
 ) -> None:
-    engine = await loading(folder, arch, n_ctx=512, n_ctx_seq=512)
-    try:
-        expected = await alone(engine, *PROMPTS, n=60)
-        together = await asyncio.gather(*(collect(engine, asking(p, 60)) for p in PROMPTS))
-        assert [ids(events) for events in together] == expected
-        assert (await engine.stats()).preemptions >= 1
-    finally:
-        await engine.close()
+    with over_model(tiny_plan(folder, arch, n_ctx=512, n_ctx_seq=512)) as simulation:
+        expected = each_alone(simulation, *PROMPTS)
+        assert simulation.ids_of(*(asking(p, 60) for p in PROMPTS)) == expected
+        assert simulation.loop.scheduler.n_preemptions >= 1
 
 
 @pytest.mark.parametrize("arch", ARCHES)

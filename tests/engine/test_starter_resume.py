@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from edgellm.engine.info import EngineOptions
 from edgellm.engine.spec import PLAIN_STEPS
 from edgellm.request import Priority
 from tests.engine.factories import request
+from tests.engine.simulate import over_model
 from tests.engine.starter import library_greedy, starter_path, starter_plan
 from tests.engine.test_starter import LONG, SURE, collect, greedy_ids, ids
 from tests.engine.tiny import tiny_model
@@ -19,33 +19,25 @@ from tests.engine.tiny import tiny_model
 pytestmark = pytest.mark.model
 
 
-async def test_a_preempted_stream_goes_on_with_its_text() -> None:
-    engine = await Engine.load(starter_plan(n_seq_max=1))
-    try:
-        slow = engine.generate(request(SURE[0], max_tokens=40, priority=Priority.BATCH))
-        events = [await slow.__anext__()]
+def test_a_preempted_stream_goes_on_with_its_text() -> None:
+    with over_model(starter_plan(n_seq_max=1)) as simulation:
+        slow = request(SURE[0], max_tokens=40, priority=Priority.BATCH)
         urgent = request(SURE[1], max_tokens=10, priority=Priority.INTERACTIVE)
-        assert ids(await collect(engine, urgent)) == library_greedy(SURE[1], 10)
-        events += [event async for event in slow]
-        assert ids(events) == library_greedy(SURE[0], 40)
-        assert (await engine.stats()).preemptions == 1
-    finally:
-        await engine.close()
+        expected = [library_greedy(SURE[0], 40), library_greedy(SURE[1], 10)]
+        assert simulation.preempted(slow, urgent) == expected
+        assert simulation.loop.scheduler.n_preemptions == 1
 
 
-async def test_too_few_cells_for_all_change_no_token() -> None:
+def test_too_few_cells_for_all_change_no_token() -> None:
     # 198 tokens of prompts and 144 of answers, in 256 cells.
     plan = starter_plan(n_ctx=256, n_ctx_seq=256, n_batch=64, n_ubatch=64)
-    engine = await Engine.load(plan, options=EngineOptions(retain_prefixes=False))
-    try:
-        requests = [request(p, max_tokens=48) for p in SURE[:3]]
-        results = await asyncio.gather(*(collect(engine, r) for r in requests))
-        assert [ids(r) for r in results] == [library_greedy(p, 48) for p in SURE[:3]]
-        stats = await engine.stats()
+    options = EngineOptions(retain_prefixes=False, warmup=False)
+    with over_model(plan, options) as simulation:
+        results = simulation.ids_of(*(request(p, max_tokens=48) for p in SURE[:3]))
+        assert results == [library_greedy(p, 48) for p in SURE[:3]]
+        stats = simulation.loop.stats()
         assert stats.preemptions >= 1
         assert stats.cells_used == 0
-    finally:
-        await engine.close()
 
 
 async def test_the_choices_of_one_request_compute_their_prompt_once() -> None:
