@@ -525,14 +525,18 @@ def test_a_schema_is_followed_and_others_are_not_disturbed() -> None:
     assert simulation.text(other.id) == alone(other)
 
 
-def test_no_cells_from_the_library_preempts_and_goes_on() -> None:
-    faults = (Fault(kind="code", code=1, at_step=6), Fault(kind="code", code=2, at_step=9))
+def no_text_is_lost(*faults: Fault) -> None:
+    """Three requests over a backend with these faults say what each says alone."""
     simulation = Simulation(script=Script(faults=faults))
     requests = [request(f"{LONG} {i}", max_tokens=20) for i in range(3)]
     for r in requests:
         simulation.add(r)
     simulation.run()
     assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+
+
+def test_no_cells_from_the_library_preempts_and_goes_on() -> None:
+    no_text_is_lost(Fault(kind="code", code=1, at_step=6), Fault(kind="code", code=2, at_step=9))
 
 
 def test_an_exception_in_a_step_ends_requests_but_not_the_loop() -> None:
@@ -818,13 +822,9 @@ def faulty(rng: random.Random, share: str, *, is_async: bool) -> tuple[Simulatio
 
 @pytest.mark.parametrize("code", [1, 2])
 def test_who_finds_no_cells_or_is_aborted_while_a_failure_is_looked_for_goes_on(code: int) -> None:
-    faults = (Fault(kind="code", code=-3, at_step=4), Fault(kind="code", code=code, at_step=5))
-    simulation = Simulation(script=Script(faults=faults))
-    requests = [request(f"{LONG} {i}", max_tokens=20) for i in range(3)]
-    for r in requests:
-        simulation.add(r)
-    simulation.run()
-    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+    no_text_is_lost(
+        Fault(kind="code", code=-3, at_step=4), Fault(kind="code", code=code, at_step=5)
+    )
 
 
 class Stuck:

@@ -397,16 +397,9 @@ def test_the_least_urgent_make_room_in_the_cache_for_an_interactive_prompt() -> 
     assert second.state is State.PREEMPTED
 
 
-def test_nobody_is_put_out_for_a_prompt_that_would_not_fit_even_so() -> None:
-    scheduler = Scheduler(limits(), EngineOptions())
-    urgent = sequence([1] * 150, priority=Priority.INTERACTIVE)
-    scheduler.add([urgent, sequence([2] * 60, priority=Priority.BATCH)])
-    for _ in range(8):
-        play(scheduler, scheduler.schedule(0.0))
-    scheduler.add([sequence([3] * 120, priority=Priority.INTERACTIVE)])
-    play(scheduler, scheduler.schedule(0.0))
-    assert scheduler.n_preemptions == 0
-    scheduler = Scheduler(limits(n_running=2), EngineOptions())  # nor for a slot
+@pytest.mark.parametrize("n_running", [4, 2], ids=["for its cells", "for its slot"])
+def test_nobody_is_put_out_for_a_prompt_that_would_not_fit_even_so(n_running: int) -> None:
+    scheduler = Scheduler(limits(n_running=n_running), EngineOptions())
     urgent = sequence([1] * 150, priority=Priority.INTERACTIVE)
     scheduler.add([urgent, sequence([2] * 60, priority=Priority.BATCH)])
     for _ in range(8):
