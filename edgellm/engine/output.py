@@ -141,8 +141,12 @@ class Output:
                 return
             text, tokens = group.take_joined(seq.index)
             group.joined[seq.index] = Joined(now)
+        self._say(group, seq.index, text, tokens)
+
+    def _say(self, group: Group, index: int, text: str, tokens: tuple[int, ...]) -> None:
+        """An event with nothing but text and its tokens."""
         self.events.append(
-            TokenEvent(request_id=seq.request.id, index=seq.index, text=text, token_ids=tokens)
+            TokenEvent(request_id=group.request.id, index=index, text=text, token_ids=tokens)
         )
 
     @staticmethod
@@ -238,11 +242,7 @@ class Output:
         for index in list(group.joined):
             text, tokens = group.take_joined(index)
             if tokens:
-                self.events.append(
-                    TokenEvent(
-                        request_id=group.request.id, index=index, text=text, token_ids=tokens
-                    )
-                )
+                self._say(group, index, text, tokens)
 
     def take(self) -> tuple[list[TokenEvent], list[str]]:
         """The step's events and the requests that began with it."""
