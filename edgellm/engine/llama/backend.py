@@ -20,7 +20,6 @@ from edgellm.engine.llama.limits import (
     is_on_gpu,
     n_outputs,
     planned_limits,
-    sample_threads,
     true_limits,
 )
 from edgellm.engine.llama.log import LoadLog, devices_named, load_error, read_report
@@ -39,6 +38,7 @@ from edgellm.request import Pooling, SamplingParams, TokenLogprob
 CPU_WARMUP: Final = 16
 """Tokens: a CPU has nothing to load but the weights' pages."""
 MAX_SMALL_WARMUP_S: Final = 1.0
+MAX_SAMPLE_THREADS: Final = 8
 
 
 class LlamaBackend:
@@ -61,7 +61,7 @@ class LlamaBackend:
         self._memory = Memory(self._ctx)
         self.limits = true_limits(self.limits, self._ctx, self._memory.can_shift)
         self._batch = Batch(self.limits.n_batch)
-        n_threads = sample_threads(plan, options)
+        n_threads = _sample_threads(plan, options)
         self._rows = Rows(self._ctx, self._batch, self._vocab, self.limits, n_threads)
         self._samplers = SamplerFactory(self._vocab, self.limits)
         self._vectors = Vectors(self._model, self._ctx)
@@ -274,3 +274,8 @@ def dry_run(plan: Plan, options: EngineOptions) -> LoadReport:
     lib.llama_free(ctx)
     lib.llama_model_free(model)
     return report
+
+
+def _sample_threads(plan: Plan, options: EngineOptions) -> int:
+    """Threads that read logits."""
+    return options.sample_threads or min(MAX_SAMPLE_THREADS, max(1, plan.params.n_threads))

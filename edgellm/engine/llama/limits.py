@@ -13,7 +13,6 @@ from edgellm.engine.retention import first_budget
 from edgellm.planner.plan import Plan
 
 ATTACHED_TOP_K: Final = 64
-MAX_SAMPLE_THREADS: Final = 8
 
 
 def is_on_gpu(plan: Plan) -> bool:
@@ -26,11 +25,6 @@ def is_whole_on_gpu(plan: Plan) -> bool:
     p = plan.params
     n = p.n_gpu_layers
     return is_on_gpu(plan) and (n < 0 or n > plan.model.n_layer) and p.n_cpu_moe == 0
-
-
-def sample_threads(plan: Plan, options: EngineOptions) -> int:
-    """Threads that read logits."""
-    return options.sample_threads or min(MAX_SAMPLE_THREADS, max(1, plan.params.n_threads))
 
 
 def _keeps_states(model: Any) -> bool:
