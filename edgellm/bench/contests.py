@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -26,6 +26,12 @@ SHARED_PREFIXES: Final = 3
 """Prefixes a heat of the shared contest goes through: a wave of eight is few for a percentile."""
 CHUNK_WORDS: Final = 400
 """About 500 tokens: what a server reads in one go."""
+BATCH: Final = {"priority": "batch"}
+INTERACTIVE: Final = {"priority": "interactive"}
+COUNTS_ALONG: Final = {"timings_per_token": True}
+"""llama-server's and edgellm's: each chunk says how many tokens there are by now. A token may have
+no text to show until the next one comes (a part of a character), and what came together is counted
+as the tokens it was."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +129,7 @@ async def long_prompt(heat: Heat) -> Figures:
         # Made before anything runs: words for 8k tokens would hold up the reading of the streams.
         intruder = _job(heat, "intruder", sizes.long_words, 8)
         n, n_tokens = sizes.n_running, sizes.running_tokens
-        # A token may have no text to show until the next one comes (a part of a character): what
-        # came together is counted as the tokens it was.
-        streams = _streams(heat, "running", n, n_tokens, counts_along=True)
+        streams = _streams(heat, "running", n, n_tokens, COUNTS_ALONG)
         running = [asyncio.create_task(driver.send(job, leave=leave)) for job in streams]
         await asyncio.sleep(sizes.settle_s)
         await _first_tokens(driver, sizes.n_running, running)
@@ -178,7 +182,7 @@ async def interactive(heat: Heat) -> Figures:
 
     async def load(driver: Driver) -> None:
         leave = asyncio.get_running_loop().create_future()
-        work = _streams(heat, "batch", sizes.n_batch, sizes.batch_tokens, priority="batch")
+        work = _streams(heat, "batch", sizes.n_batch, sizes.batch_tokens, BATCH)
         running = [asyncio.create_task(driver.send(job, leave=leave)) for job in work]
         await asyncio.sleep(sizes.settle_s)
         await asyncio.gather(*map(driver.send, _urgent(heat, "urgent", sizes.n_interactive)))
@@ -285,10 +289,9 @@ def _job(
     group: str,
     n_words: int,
     max_tokens: int,
+    extra: Mapping[str, Any] | None = None,
     *,
-    priority: str | None = None,
     disconnect_after: int | None = None,
-    counts_along: bool = False,
     index: int = 0,
 ) -> Job:
     rng = random.Random(f"{heat.seed}/{group}/{index}")
@@ -298,9 +301,8 @@ def _job(
         words(rng, n_words),
         max_tokens,
         group=group,
-        priority=priority,
+        extra=extra,
         disconnect_after=disconnect_after,
-        counts_along=counts_along,
     )
 
 
@@ -309,23 +311,10 @@ def _streams(
     group: str,
     n: int,
     max_tokens: int,
-    *,
-    priority: str | None = None,
-    counts_along: bool = False,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     n_words = heat.sizes.prompt_words
-    return [
-        _job(
-            heat,
-            group,
-            n_words,
-            max_tokens,
-            priority=priority,
-            counts_along=counts_along,
-            index=i,
-        )
-        for i in range(n)
-    ]
+    return [_job(heat, group, n_words, max_tokens, extra, index=i) for i in range(n)]
 
 
 def _chunks(heat: Heat) -> list[Job]:
@@ -335,7 +324,7 @@ def _chunks(heat: Heat) -> list[Job]:
 
 def _urgent(heat: Heat, group: str, n: int) -> list[Job]:
     tokens = heat.sizes.interactive_tokens
-    return _streams(heat, group, n, tokens, priority="interactive")
+    return _streams(heat, group, n, tokens, INTERACTIVE)
 
 
 def _by_group(phase: Phase, group: str) -> list[Sample]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -139,11 +139,11 @@ def make_job(
     max_tokens: int,
     *,
     group: str = "main",
-    priority: str | None = None,
+    extra: Mapping[str, Any] | None = None,
     disconnect_after: int | None = None,
-    counts_along: bool = False,
 ) -> Job:
-    """One job: text goes to /v1/completions, or as a user turn to /v1/chat/completions."""
+    """One job: text goes to /v1/completions, or as a user turn to /v1/chat/completions; ``extra``:
+    further fields of its body."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": max_tokens,
@@ -153,11 +153,7 @@ def make_job(
     }
     if scenario.ignore_eos:
         body["ignore_eos"] = True
-    if priority is not None:
-        body["priority"] = priority
-    if counts_along:
-        # llama-server's and edgellm's: each chunk says how many tokens there are by now.
-        body["timings_per_token"] = True
+    body |= extra or {}
     is_chat = scenario.is_chat or not isinstance(content, str)
     if not is_chat:
         body["prompt"] = content
