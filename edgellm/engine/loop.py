@@ -18,6 +18,7 @@ from edgellm.engine.choose import Chooser, Chosen
 from edgellm.engine.embed import EmbedJob, embed
 from edgellm.engine.info import EngineOptions
 from edgellm.engine.meter import Meter
+from edgellm.engine.ops import Copy, Op, Remove, Restore, Shift
 from edgellm.engine.output import Group, Output
 from edgellm.engine.pins import PinStore
 from edgellm.engine.sampling import has_penalties, needs_all_logits
@@ -117,9 +118,9 @@ class Loop:
 
     def _load_pins(self) -> None:
         for tokens, state in self._pins.load():
-            target = self.scheduler.adopt_pin(tokens)
+            target = self.scheduler.cells.adopt_pin(tokens)
             if target is not None and not self.backend.state_set(target, state):
-                self.scheduler.drop_pin(target)
+                self.scheduler.cells.drop_pin(target)
         self._apply(self.scheduler.take_ops())
 
     def _finish_pinned(self, seq: Sequence) -> None:
@@ -341,18 +342,18 @@ class Loop:
             if seq.constraint is not None and seq.is_decoding and not seq.draft:
                 seq.draft = self.chooser.forced(seq) if self.spec.can_rewind else []
 
-    def _apply(self, ops: list[sched.Op]) -> bool:
+    def _apply(self, ops: list[Op]) -> bool:
         """Carry out the scheduler's operations; False: a checkpoint was refused, plan again."""
         backend = self.backend
         is_good = True
         for op in ops:
-            if isinstance(op, sched.Copy):
+            if isinstance(op, Copy):
                 backend.seq_cp(op.source, op.target, op.n)
-            elif isinstance(op, sched.Remove):
+            elif isinstance(op, Remove):
                 backend.seq_rm(op.seq_id, op.start)
-            elif isinstance(op, sched.Shift):
+            elif isinstance(op, Shift):
                 backend.seq_shift(op.seq_id, op.start, op.n)
-            elif isinstance(op, sched.Restore):
+            elif isinstance(op, Restore):
                 saved = self.scheduler.checkpoints.get(op.key)
                 if saved is None or not backend.state_set(op.seq_id, saved.state):
                     backend.seq_rm(op.seq_id, 0)
@@ -569,7 +570,7 @@ class Loop:
     def _score(self, job: ScoreJob) -> int:
         if self.scheduler.has_work:
             raise InvalidRequestError("scoring needs an engine without other requests")
-        self.scheduler.drop_retained()
+        self.scheduler.cells.drop_retained()
         self._apply(self.scheduler.take_ops())
         return score(self.backend, job)
 

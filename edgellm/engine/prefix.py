@@ -7,14 +7,11 @@ begin with the same token. Pure: it moves no cell, it only knows.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator, Set
 from typing import Final
 
 import msgspec
-
-from edgellm.engine.backend import State
 
 _PROBE: Final = 64
 
@@ -60,58 +57,6 @@ class Match(msgspec.Struct, frozen=True):
 
     n: int
     holder: int
-
-
-class Checkpoint(msgspec.Struct, frozen=True):
-    """A saved state: the tokens it was computed from."""
-
-    key: int
-    tokens: array[int]
-    state: State
-
-
-class Checkpoints:
-    """Saved states of caches that cannot share cells, the least recently used forgotten first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self._saved: dict[int, Checkpoint] = {}
-        self._next = 0
-        self.n_bytes = 0
-        self.n_most = sys.maxsize
-        """States of more tokens than this were too large to be saved: reading one takes as long
-        as it takes to copy it, and prompts that wait for it would wait one after another."""
-
-    def __len__(self) -> int:
-        return len(self._saved)
-
-    def match(self, tokens: array[int], limit: int) -> Checkpoint | None:
-        """The longest saved state that ``tokens`` begins with all of."""
-        best: Checkpoint | None = None
-        for saved in self._saved.values():
-            n = len(saved.tokens)
-            if n <= limit and (best is None or n > len(best.tokens)) and tokens[:n] == saved.tokens:
-                best = saved
-        if best is not None:
-            self._saved[best.key] = self._saved.pop(best.key)
-        return best
-
-    def get(self, key: int) -> Checkpoint | None:
-        return self._saved.get(key)
-
-    def add(self, tokens: array[int], state: State) -> None:
-        """Save a state; older ones go until all fit."""
-        if len(state) > self._max:
-            self.n_most = min(self.n_most, len(tokens) - 1)
-            return
-        if any(s.tokens == tokens for s in self._saved.values()):
-            return
-        self._saved[self._next] = Checkpoint(self._next, tokens, state)
-        self._next += 1
-        self.n_bytes += len(state)
-        while self.n_bytes > self._max:
-            oldest = self._saved.pop(next(iter(self._saved)))
-            self.n_bytes -= len(oldest.state)
 
 
 class PrefixTree:

@@ -12,16 +12,17 @@ that the loop carries out in order.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from edgellm.engine.backend import Limits
+from edgellm.engine.cells import Cells
+from edgellm.engine.checkpoints import Checkpoints
 from edgellm.engine.costs import Costs
-from edgellm.engine.heights import Heights
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
-from edgellm.engine.retention import Retention
+from edgellm.engine.ops import Op, Remove, Restore
+from edgellm.engine.prefix import common_prefix
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Overflow, Priority
@@ -34,44 +35,8 @@ STALL_S: Final = 0.05
 them takes two CPU cores 16 ms."""
 FIRST_SHARE: Final = 16
 """The chunk while costs are unknown: this part of an ubatch."""
-N_RECENT: Final = 32
-"""Prompts that a new one is compared with, to find what they begin with alike."""
 CROWD: Final = 8.0
 """How much longer a step may be for each further prompt that waits, over the streams it delays."""
-
-
-class Remove(NamedTuple):
-    """Forget a seq_id's positions from ``start`` on."""
-
-    seq_id: int
-    start: int
-
-
-class Copy(NamedTuple):
-    """Let ``target`` hold the first ``n`` cells of ``source``."""
-
-    source: int
-    target: int
-    n: int
-
-
-class Shift(NamedTuple):
-    """Drop ``n`` positions from ``start`` on and move the rest down."""
-
-    seq_id: int
-    start: int
-    n: int
-
-
-class Restore(NamedTuple):
-    """Put a checkpoint (by its key) back into the seq_id that ``seq`` has got."""
-
-    seq_id: int
-    key: int
-    seq: Sequence
-
-
-Op = Remove | Copy | Shift | Restore
 
 
 class Work(NamedTuple):
@@ -97,27 +62,28 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """Queue, slots, cells. ``add``, ``cancel``, ``schedule``, ``computed``, ``finish``."""
+    """Queue, slots, steps. ``add``, ``schedule``, ``computed``, ``finish``."""
 
     def __init__(self, limits: Limits, options: EngineOptions) -> None:
         self.limits = limits
         self.options = options
         self.costs = Costs()
-        self.tree = PrefixTree()
-        self.heights = Heights()
+        self._ops: list[Op] = []
+        self.cells = Cells(limits, options, self._ops)
+        self.checkpoints = Checkpoints(options, self._ops)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.checkpoints = Checkpoints(options.checkpoint_bytes)
-        self.retention = Retention(limits.retain_cells, limits.n_cells)
+        stores: dict[str, Cells | Checkpoints] = {
+            "cells": self.cells,
+            "checkpoint": self.checkpoints,
+        }
+        self._prefixes = stores.get(limits.sharing)
+        """Where a prompt may find its beginning; None: nowhere."""
         self.misses: Counter[str] = Counter()
         self.n_hits = 0
         self.n_preemptions = 0
         self._free_slots = list(reversed(limits.slot_ids))
         self._free_plain = list(reversed(limits.plain_ids))
-        self._free_retained = list(reversed(limits.retained_ids))
-        self._retained: dict[int, None] = {}  # seq_ids, least recently used first
-        self._pinned: set[int] = set()
-        self._ops: list[Op] = []
         self._order = 0
         # A step has a token and a row for each, or the same ones would have none in every step.
         self._most_running = min(limits.n_running, limits.n_batch, limits.n_outputs_max)
@@ -131,8 +97,6 @@ class Scheduler:
         """Split caches: whether this step is the prompts' rather than the running streams'."""
         self._awaited: dict[Sequence, Sequence] = {}
         """Running sequences that others wait for in this step, and the most urgent of these."""
-        self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
-        """Tokens of the sequences that started last, where prefixes are shared by checkpoints."""
 
     # -- the queue ---------------------------------------------------------------------------
 
@@ -162,11 +126,7 @@ class Scheduler:
         seq.max_output = room if wanted is None else min(room, wanted)
 
     def _all_cells(self) -> int:
-        return self.limits.n_cells if self._shares_cells else self.limits.n_ctx_seq
-
-    @property
-    def _shares_cells(self) -> bool:
-        return self.limits.sharing == "cells"
+        return self.limits.n_cells if self.cells.are_shared else self.limits.n_ctx_seq
 
     @property
     def has_work(self) -> bool:
@@ -174,14 +134,14 @@ class Scheduler:
 
     @property
     def n_cells_used(self) -> int:
-        if self._shares_cells:
-            return self.tree.n_cells
+        if self.cells.are_shared:
+            return self.cells.tree.n_cells
         return sum(seq.n_computed for seq in self.running)
 
     @property
     def n_cells_retained(self) -> int:
         """Cells that only retained prefixes hold, shared among themselves or not."""
-        return self.tree.held_by(self._retained.keys())
+        return self.cells.n_retained
 
     def _n_free_running(self) -> int:
         return max(0, self._most_running - len(self.running))
@@ -202,8 +162,7 @@ class Scheduler:
         finished: list[Sequence] = []
         work, n_decode = self._fill(now, finished)
         n_tokens = sum(w.n + len(w.draft) for w in work)
-        ops, self._ops = self._ops, []
-        return Step(ops, work, n_tokens, n_tokens - n_decode, finished)
+        return Step(self.take_ops(), work, n_tokens, n_tokens - n_decode, finished)
 
     def _fill(self, now: float, finished: list[Sequence]) -> tuple[list[Work], int]:
         """The step's work, decodes first, and how many tokens of it are decodes and guesses."""
@@ -410,12 +369,11 @@ class Scheduler:
         running = [s for s in self.running if s not in gone]
         if not running:
             return True
-        found = self.tree.match(seq.tokens, len(seq.tokens) - 1) if self._shares_cells else None
-        needed = len(seq.tokens) - (found.n if found else 0)
+        needed = len(seq.tokens) - self.cells.cached(seq.tokens, len(seq.tokens) - 1)
         promised = sum(s.n_pending for s in running) + len(running)
         free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
-        shares = self._shares_cells
-        free += sum(self.tree.exclusive(s.slot) if shares else s.n_computed for s in gone)
+        own = self.cells.tree.exclusive
+        free += sum(own(s.slot) if self.cells.are_shared else s.n_computed for s in gone)
         return needed + promised + 1 <= free
 
     @staticmethod
@@ -424,38 +382,16 @@ class Scheduler:
 
     def _waits_for(self, seq: Sequence) -> Sequence | None:
         """A running sequence that computes a prefix which this one could share: let it finish."""
-        if not self._may_share(seq):
+        prefixes = self._prefixes
+        if prefixes is None or not self._may_share(seq):
             return None
         limit = len(seq.tokens) - 1
-        if not self._shares_cells:
-            return self._waits_for_checkpoint(seq, limit)
         cached: int | None = None
         for other in self.running:
-            if other.n_pending <= 1:
-                continue
-            same = min(common_prefix(other.tokens, seq.tokens), limit)
-            if same <= max(other.n_computed, self.options.prefix_min):
-                continue
-            if cached is None:
-                found = self.tree.match(seq.tokens, limit)
-                cached = found.n if found else 0
-            if same > cached:
-                return other
-        return None
-
-    def _waits_for_checkpoint(self, seq: Sequence, limit: int) -> Sequence | None:
-        """The same where states are saved: one will be soon that this prompt begins with."""
-        if self.limits.sharing != "checkpoint":
-            return None
-        limit, saved = min(limit, self.checkpoints.n_most), -1
-        for other in self.running:
-            at = other.checkpoint_at
-            if other.n_computed >= at or at > limit or common_prefix(other.tokens, seq.tokens) < at:
-                continue
-            if saved < 0:
-                found = self.checkpoints.match(seq.tokens, limit)
-                saved = len(found.tokens) if found else 0
-            if at > saved:
+            coming = prefixes.coming(other, seq.tokens, limit)
+            if coming and cached is None:
+                cached = prefixes.cached(seq.tokens, limit)
+            if coming > (cached or 0):
                 return other
         return None
 
@@ -473,53 +409,23 @@ class Scheduler:
             seq.n_cached = min(n, seq.n_cached) if seq.is_begun else n
 
     def _share_prefix(self, seq: Sequence) -> int:
-        limit = len(seq.tokens) - 1
+        """Begin with what is there of the prompt already: how many tokens."""
+        n, why_none = self._look_up(seq, len(seq.tokens) - 1)
+        if n:
+            self.n_hits += 1
+        else:
+            self._miss(seq, why_none)
+        return n
+
+    def _look_up(self, seq: Sequence, limit: int) -> tuple[int, str]:
         if not self._may_share(seq):
-            self._miss(seq, "asked_not_to")
-            return 0
-        if not self._shares_cells:
-            return self._restore_checkpoint(seq, limit)
-        found = self.tree.match(seq.tokens, limit)
-        if found is None or found.n < min(self.options.prefix_min, limit):
-            self.retention.looked_up(seq.tokens, 0, retained=False)
-            self._miss(seq, "no_common_prefix" if found is None else "too_short")
-            return 0
-        retained = found.holder in self._retained
-        self.retention.looked_up(seq.tokens, found.n, retained=retained)
-        self.n_hits += 1
-        self.tree.share(found.holder, seq.slot, found.n)
-        self.heights.copied(found.holder, seq.slot, found.n)
-        self._ops.append(Copy(found.holder, seq.slot, found.n))
-        self._touch(found.holder)
-        return found.n
-
-    def _restore_checkpoint(self, seq: Sequence, limit: int) -> int:
-        """Window and recurrent caches cannot share cells: a saved state may be put back."""
-        if self.limits.sharing != "checkpoint":
-            self._miss(seq, "split_cache")
-            return 0
-        found = self.checkpoints.match(seq.tokens, limit)
-        self._plan_checkpoints(seq, limit, len(found.tokens) if found else 0)
-        if found is None:
-            self._miss(seq, "no_checkpoint")
-            return 0
-        self.n_hits += 1
-        self._ops.append(Restore(seq.slot, found.key, seq))
-        return len(found.tokens)
-
-    def _plan_checkpoints(self, seq: Sequence, limit: int, n_saved: int) -> None:
-        """Save the prompt's end, for the conversation's next turn, where that is cheap; and before
-        it where it parts from another prompt, for a third that begins like both."""
-        least = self.options.prefix_min
-        alike = [common_prefix(other, seq.tokens) for other in self._recent]
-        # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
-        same = max((n for n in alike if n <= limit), default=0)
-        most = min(limit, self.checkpoints.n_most)
-        ends = (limit,) if self.costs.is_saving_cheap else ()
-        points = [n for n in (same, *ends) if least <= n <= most and n > n_saved]
-        seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
-        if not any(other is seq.tokens for other in self._recent):
-            self._recent.append(seq.tokens)
+            return 0, "asked_not_to"
+        if self._prefixes is None:
+            return 0, "split_cache"
+        found = self._prefixes.share(seq, limit)
+        if self._prefixes is self.checkpoints:
+            self.checkpoints.plan(seq, limit, found[0], ends=self.costs.is_saving_cheap)
+        return found
 
     def restore_failed(self, op: Restore) -> bool:
         """A checkpoint could not be put back: its sequence computes its prompt after all. False
@@ -540,39 +446,29 @@ class Scheduler:
         seq.n_slid += n_drop
         seq.turns = tuple(t - n_drop for t in seq.turns if t >= n_keep + n_drop)
         n_moved = seq.n_computed - n_keep - n_drop
-        own = self._shares_cells and self.tree.exclusive(seq.slot) >= seq.n_computed - n_keep
+        shared = self.cells.are_shared
+        own = shared and self.cells.tree.exclusive(seq.slot) >= seq.n_computed - n_keep
         if n_moved > 0 and own and self.limits.can_shift:
-            self._ops.append(Shift(seq.slot, n_keep, n_drop))
-            self.tree.truncate(seq.slot, n_keep)
-            # What moved was computed in sight of what was dropped: -1 is never matched.
-            self.tree.extend(seq.slot, array("i", [-1]) * n_moved)
+            self.cells.shift(seq.slot, n_keep, n_drop)
             seq.n_computed -= n_drop
             return
-        keep = min(n_keep, seq.n_computed) if self._shares_cells else 0
-        self._ops.append(Remove(seq.slot, keep))
-        self.tree.truncate(seq.slot, keep)
-        self.heights.cut(seq.slot, keep)
-        seq.n_computed = keep
+        seq.n_computed = min(n_keep, seq.n_computed) if shared else 0
+        self.cells.shorten(seq.slot, seq.n_computed)
 
     def _miss(self, seq: Sequence, reason: str) -> None:
         seq.miss = reason
         self.misses[reason] += 1
-
-    def _touch(self, holder: int) -> None:
-        if holder in self._retained:
-            del self._retained[holder]
-            self._retained[holder] = None
 
     # -- cells -------------------------------------------------------------------------------
 
     def _make_room(self, n: int, seq: Sequence, work: list[Work], finished: list[Sequence]) -> bool:
         """Free cells for n tokens of ``seq``: retained prefixes first, then less urgent streams."""
         while self._free < n:
-            if not self._evict():
+            if not self.cells.evict():
                 victim = self._victim()
                 if victim is not None and (victim is not seq or len(self.running) > 1):
                     self.preempt(victim, None)
-                elif not self._evict(pinned=True):
+                elif not self.cells.evict(pinned=True):
                     finished.append(seq)
                     return False
             taken = sum(w.n + len(w.draft) for w in work if w.seq.state is State.RUNNING)
@@ -581,32 +477,6 @@ class Scheduler:
             if seq.state is not State.RUNNING:
                 return False
         return True
-
-    def _evict(self, *, pinned: bool = False) -> bool:
-        """Forget the least recently used prefix; a pinned one only where an answer would be cut."""
-        for holder in self._retained:
-            if pinned or holder not in self._pinned:
-                self.retention.let_go(self.tree.tokens(holder))
-                self._forget(holder)
-                return True
-        return False
-
-    def _forget(self, holder: int) -> None:
-        del self._retained[holder]
-        self._pinned.discard(holder)
-        self.tree.release(holder)
-        self.heights.forget(holder)
-        self._ops.append(Remove(holder, 0))
-        self._free_retained.append(holder)
-
-    def _shorten(self, holder: int, n: int) -> None:
-        """Keep the first ``n`` tokens of a retained prefix, if that is worth a seq_id."""
-        if n < self.options.prefix_min:
-            self._forget(holder)
-            return
-        self._ops.append(Remove(holder, n))
-        self.tree.truncate(holder, n)
-        self.heights.cut(holder, n)
 
     def _victim(self) -> Sequence | None:
         running = [s for s in self.running if s.state is State.RUNNING]
@@ -631,62 +501,14 @@ class Scheduler:
         seq.slot = -1
         if seq.n_slid:
             # Cells that moved cannot be shared: only what came before them is worth keeping.
-            n_same = common_prefix(self.tree.tokens(slot), seq.tokens)
-            self.tree.truncate(slot, n_same)
-            self.heights.cut(slot, n_same)
-        if keep and self._worth_keeping(slot):
-            target = self._retained_id()
-            if target is not None:
-                self._ops.append(Copy(slot, target, self.tree.length(slot)))
-                self.tree.rename(slot, target)
-                self.heights.renamed(slot, target)
-                self._retained[target] = None
-                for inner in self.tree.subsumed(target):
-                    if inner in self._retained and inner not in self._pinned:
-                        self._forget(inner)
-                self._keep_to_budget()
-        self.tree.release(slot)
-        self.heights.forget(slot)
-        self._ops.append(Remove(slot, 0))
+            self.cells.cut(slot, common_prefix(self.cells.tree.tokens(slot), seq.tokens))
+        if keep:
+            self.cells.retain(slot)
+        self.cells.release(slot)
         free = self._free_plain if slot in self.limits.plain_ids else self._free_slots
         free.append(slot)
         if self.limits.is_split:
             free.sort(reverse=True)  # the lowest is taken first: running ones stay together
-
-    def _keep_to_budget(self) -> None:
-        """Let go of the least recently used prefixes beyond the budget, never of the newest."""
-        loose = [holder for holder in self._retained if holder not in self._pinned]
-        for holder in loose[:-1]:
-            if self.n_cells_retained <= self.retention.cells:
-                break
-            self.retention.let_go(self.tree.tokens(holder))
-            self._forget(holder)
-        self._keep_low()
-
-    def _keep_low(self) -> None:
-        """Let go of what lies far above everything else, of the newest prefix too: empty cells
-        below it cost a step what full ones do. A beginning that lies low stays."""
-        while loose := [holder for holder in self._retained if holder not in self._pinned]:
-            highest = max(loose, key=self.heights.top)
-            others = [self.heights.top(h) for h in self.tree.holders if h != highest]
-            # A long one may have as many empty cells below it as it has itself: the next prompt
-            # fills them.
-            spare = max(self.retention.cells, self.tree.length(highest))
-            most = max([self.n_cells_used, *others]) + spare
-            if self.heights.top(highest) <= most:
-                return
-            self.retention.let_go(self.tree.tokens(highest))
-            self._shorten(highest, self.heights.below(highest, most))
-
-    def _worth_keeping(self, slot: int) -> bool:
-        if not (self._shares_cells and self.options.retain_prefixes):
-            return False
-        return self.tree.exclusive(slot) > 0 and self.tree.length(slot) >= self.options.prefix_min
-
-    def _retained_id(self) -> int | None:
-        if not self._free_retained and not self._evict():
-            return None
-        return self._free_retained.pop() if self._free_retained else None
 
     # -- what became of a step ---------------------------------------------------------------
 
@@ -694,16 +516,12 @@ class Scheduler:
         """The first ``n`` (all) of the work's own tokens are in the cache now."""
         n = work.n if n is None else n
         seq = work.seq
-        if self._shares_cells and n:
-            self.tree.extend(seq.slot, seq.tokens[work.start : work.start + n])
-            self.heights.grew(seq.slot, work.start + n, self.tree.n_cells)
+        self.cells.grow(seq.slot, seq.tokens[work.start : work.start + n])
         seq.n_computed = work.start + n
 
     def accepted(self, seq: Sequence, tokens: array[int]) -> None:
         """Draft tokens that were right are in the cache now (and already in ``tokens``)."""
-        if self._shares_cells and len(tokens):
-            self.tree.extend(seq.slot, tokens)
-            self.heights.grew(seq.slot, seq.n_computed + len(tokens), self.tree.n_cells)
+        self.cells.grow(seq.slot, tokens)
         seq.n_computed += len(tokens)
 
     def reject(self, seq: Sequence) -> None:
@@ -727,65 +545,25 @@ class Scheduler:
         None when they are pinned already, when no seq_id is left, or when pins would take more
         than half of the cells.
         """
-        held = seq.tokens[:n]
-        if not self._shares_cells or seq.n_slid or n > seq.n_computed:
+        if seq.n_slid or n > seq.n_computed:
             return None
-        if any(self.tree.tokens(h)[:n] == held for h in self._pinned):
-            return None
-        target = self._reserve_pin(n)
-        if target is not None:
-            self.tree.share(seq.slot, target, n)
-            self.heights.copied(seq.slot, target, n)
-            self._ops.append(Copy(seq.slot, target, n))
-        return target
-
-    def adopt_pin(self, tokens: array[int]) -> int | None:
-        """A seq_id for pinned tokens whose state comes from a file."""
-        target = self._reserve_pin(len(tokens)) if self._shares_cells else None
-        if target is not None:
-            self.tree.extend(target, tokens)
-            self.heights.grew(target, len(tokens), self.tree.n_cells)
-        return target
-
-    def drop_pin(self, holder: int) -> None:
-        """Forget a pin (its state could not be put back)."""
-        self._forget(holder)
-
-    def _reserve_pin(self, n: int) -> int | None:
-        pinned = sum(self.tree.length(h) for h in self._pinned)
-        if n < self.options.prefix_min or pinned + n > self.limits.n_cells // 2:
-            return None
-        target = self._retained_id()
-        if target is not None:
-            self._retained[target] = None
-            self._pinned.add(target)
-        return target
-
-    def drop_retained(self) -> None:
-        """Forget every retained prefix."""
-        for holder in list(self._retained):
-            self._forget(holder)
+        return self.cells.pin(seq.slot, seq.tokens[:n])
 
     def take_ops(self) -> list[Op]:
-        """Operations that wait for a step, when none is coming."""
-        ops, self._ops = self._ops, []
+        """Operations that nobody has carried out yet."""
+        ops = self._ops.copy()
+        self._ops.clear()
         return ops
 
     def check(self) -> None:
         """Raise ValueError when slots, cells or states contradict one another."""
-        self.tree.check()
         slots = [s.slot for s in self.running]
         free = [*self._free_slots, *self._free_plain]
         everything = sorted([*slots, *free])
         if everything != sorted([*self.limits.slot_ids, *self.limits.plain_ids]):
             raise ValueError(f"slots {slots} and free {free} are not all slots")
-        retained = sorted([*self._retained, *self._free_retained])
-        if retained != sorted(self.limits.retained_ids):
-            raise ValueError("retained ids leaked")
+        self.cells.check(slots)
         for seq in self.running:
-            if self._shares_cells and self.tree.length(seq.slot) != seq.n_computed:
-                raise ValueError(f"{seq!r} holds {self.tree.length(seq.slot)} cells")
-        if self.tree.holders - set(slots) - set(self._retained):
-            raise ValueError("cells are held by nobody")
-        if self.tree.n_cells > self.limits.n_cells:
-            raise ValueError("more cells than there are")
+            n = self.cells.tree.length(seq.slot)
+            if self.cells.are_shared and n != seq.n_computed:
+                raise ValueError(f"{seq!r} holds {n} cells")

@@ -91,7 +91,7 @@ class Simulation:
         if scheduler._ops:
             return  # the cache follows with the next step
         if self.backend.limits.sharing == "cells":
-            assert self.backend.n_cells_used == scheduler.tree.n_cells
+            assert self.backend.n_cells_used == scheduler.cells.tree.n_cells
         for seq in scheduler.running:
             assert len(self.backend.cells.get(seq.slot, ())) == seq.n_computed, seq
 

@@ -601,7 +601,7 @@ def run_random(seed: int, n_requests: int, share: str = "cells") -> Simulation:
     simulation.run()
     for request_id in open_ids:
         assert simulation.last(request_id).is_last, request_id
-    simulation.loop.scheduler.drop_retained()
+    simulation.loop.scheduler.cells.drop_retained()
     simulation.loop._apply(simulation.loop.scheduler.take_ops())
     assert simulation.backend.n_cells_used == 0
     assert simulation.backend.n_samplers == 0

@@ -7,7 +7,9 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.engine.prefix import Checkpoints, PrefixTree, common_prefix
+from edgellm.engine.checkpoints import Checkpoints
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.prefix import PrefixTree, common_prefix
 
 
 def ids(*tokens: int) -> array[int]:
@@ -115,7 +117,7 @@ def common(prompt: list[int], held: list[tuple[int, object]]) -> int:
 
 
 def test_checkpoints_give_the_longest_whole_one_and_forget_the_oldest() -> None:
-    saved = Checkpoints(max_bytes=250)
+    saved = Checkpoints(EngineOptions(checkpoint_bytes=250), [])
     saved.add(ids(1, 2), b"x" * 100)
     saved.add(ids(1, 2, 3), b"y" * 100)
     found = saved.match(ids(1, 2, 3, 4), 3)

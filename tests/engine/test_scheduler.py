@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edgellm.engine.costs import Costs
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.scheduler import Copy, Restore, Scheduler, Step
+from edgellm.engine.ops import Copy, Restore
+from edgellm.engine.scheduler import Scheduler, Step
 from edgellm.engine.sequence import Sequence, State
 from edgellm.errors import ContextOverflowError, QueueFullError
 from edgellm.request import Priority
@@ -214,7 +215,7 @@ def test_a_prefix_far_above_what_is_used_is_let_go() -> None:
     assert scheduler.n_cells_retained >= 1000
     scheduler.finish(short)
     assert scheduler.n_cells_retained < 64  # its first cells are as low as any
-    assert max(map(scheduler.heights.top, scheduler.tree.holders)) < 128
+    assert max(map(scheduler.cells.heights.top, scheduler.cells.tree.holders)) < 128
 
 
 def test_a_prefix_far_up_is_let_go_also_where_others_are_kept_within_the_budget() -> None:
@@ -229,8 +230,8 @@ def test_a_prefix_far_up_is_let_go_also_where_others_are_kept_within_the_budget(
         play(scheduler, scheduler.schedule(0.0))
     scheduler.finish(long)
     scheduler.finish(short)
-    assert 0 < scheduler.n_cells_retained < scheduler.retention.cells
-    assert max(map(scheduler.heights.top, scheduler.tree.holders)) < 512
+    assert 0 < scheduler.n_cells_retained < scheduler.cells.retention.cells
+    assert max(map(scheduler.cells.heights.top, scheduler.cells.tree.holders)) < 512
 
 
 def test_prefixes_that_lie_side_by_side_are_kept() -> None:
@@ -299,8 +300,8 @@ def test_retained_prefixes_beyond_the_budget_go_the_oldest_first() -> None:
         scheduler.finish(seq)
         scheduler.check()
     assert 80 <= scheduler.n_cells_retained <= 100
-    assert scheduler.tree.match(array("i", range(3000, 3040)), 39) is not None
-    assert scheduler.tree.match(array("i", range(40)), 39) is None
+    assert scheduler.cells.tree.match(array("i", range(3000, 3040)), 39) is not None
+    assert scheduler.cells.tree.match(array("i", range(40)), 39) is None
 
 
 def test_the_newest_retained_prefix_is_kept_whole_whatever_the_budget() -> None:
@@ -317,7 +318,7 @@ def test_a_growing_conversation_keeps_one_retained_prefix() -> None:
         (seq,) = running(scheduler, text)
         scheduler.finish(seq)
         text = [*text, *range(len(text) + 1000, len(text) + 1020)]
-    assert len(scheduler.tree.holders) == 1
+    assert len(scheduler.cells.tree.holders) == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -416,8 +417,8 @@ def test_what_slid_lies_where_it_was_computed_again() -> None:
     scheduler.slide(seq, 20, 100)
     while seq.n_pending > 1:
         play(scheduler, scheduler.schedule(0.0))
-    scheduler.heights.copied(seq.slot, 11, 90)
-    assert scheduler.heights.top(11) > 900
+    scheduler.cells.heights.copied(seq.slot, 11, 90)
+    assert scheduler.cells.heights.top(11) > 900
 
 
 def test_a_long_prefix_stays_that_lies_above_the_empty_cells_of_the_one_before_it() -> None:
@@ -425,7 +426,7 @@ def test_a_long_prefix_stays_that_lies_above_the_empty_cells_of_the_one_before_i
     for start in (0, 3000):
         (seq,) = running(scheduler, list(range(start, start + 1200)))
         scheduler.finish(seq)
-    found = scheduler.tree.match(array("i", [*range(3000, 4200), 1]), 1200)
+    found = scheduler.cells.tree.match(array("i", [*range(3000, 4200), 1]), 1200)
     assert found is not None
     assert found.n == 1200
 
@@ -440,10 +441,10 @@ def test_of_an_answer_kept_far_up_the_low_beginning_stays() -> None:
     assert again.n_cached == 200
     scheduler.finish(long)
     scheduler.finish(again)
-    found = scheduler.tree.match(array("i", [*text, 9, 9]), 201)
+    found = scheduler.cells.tree.match(array("i", [*text, 9, 9]), 201)
     assert found is not None
     assert found.n == 200
-    assert max(map(scheduler.heights.top, scheduler.tree.holders)) < 512
+    assert max(map(scheduler.cells.heights.top, scheduler.cells.tree.holders)) < 512
     scheduler.check()
 
 
@@ -498,7 +499,7 @@ def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> N
     scheduler.preempt(first, None)
     scheduler.schedule(0.0)
     assert (first.checkpoint_at, first.checkpoint_next) == (40, 49)
-    assert len(scheduler._recent) == 2
+    assert len(scheduler.checkpoints._recent) == 2
 
 
 def test_where_saving_takes_as_long_as_reading_only_where_prompts_part_is_saved() -> None:

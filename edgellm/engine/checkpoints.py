@@ -1,0 +1,113 @@
+"""States saved for caches that cannot share cells: which there are, and where the next are. Pure.
+
+A window or recurrent cache holds what its whole sequence left there, so a prompt can begin only
+where a state was saved, and only with all of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from typing import Final
+
+import msgspec
+
+from edgellm.engine.backend import State
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.ops import Op, Restore
+from edgellm.engine.prefix import common_prefix
+from edgellm.engine.sequence import Sequence
+
+N_RECENT: Final = 32
+"""Prompts that a new one is compared with, to find what they begin with alike."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A saved state: the tokens it was computed from."""
+
+    key: int
+    tokens: array[int]
+    state: State
+
+
+class Checkpoints:
+    """Saved states of caches that cannot share cells, the least recently used forgotten first."""
+
+    def __init__(self, options: EngineOptions, ops: list[Op]) -> None:
+        self._max = options.checkpoint_bytes
+        self._least = options.prefix_min
+        self._ops = ops
+        self._recent: deque[array[int]] = deque(maxlen=N_RECENT)
+        """Tokens of the sequences that started last."""
+        self._saved: dict[int, Checkpoint] = {}
+        self._next = 0
+        self.n_bytes = 0
+        self.n_most = sys.maxsize
+        """States of more tokens than this were too large to be saved: reading one takes as long
+        as it takes to copy it, and prompts that wait for it would wait one after another."""
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def match(self, tokens: array[int], limit: int) -> Checkpoint | None:
+        """The longest saved state that ``tokens`` begins with all of."""
+        best: Checkpoint | None = None
+        for saved in self._saved.values():
+            n = len(saved.tokens)
+            if n <= limit and (best is None or n > len(best.tokens)) and tokens[:n] == saved.tokens:
+                best = saved
+        if best is not None:
+            self._saved[best.key] = self._saved.pop(best.key)
+        return best
+
+    def coming(self, other: Sequence, tokens: array[int], limit: int) -> int:
+        """How many of the first tokens will be saved once ``other`` has computed them; 0: none."""
+        at, most = other.checkpoint_at, min(limit, self.n_most)
+        if other.n_computed >= at or at > most or common_prefix(other.tokens, tokens) < at:
+            return 0
+        return at
+
+    def cached(self, tokens: array[int], limit: int) -> int:
+        """How many of the first tokens are saved, where others may be saved soon."""
+        found = self.match(tokens, min(limit, self.n_most))
+        return len(found.tokens) if found else 0
+
+    def share(self, seq: Sequence, limit: int) -> tuple[int, str]:
+        """Put a saved state back into a sequence's slot: how many tokens, or why none."""
+        found = self.match(seq.tokens, limit)
+        if found is None:
+            return 0, "no_checkpoint"
+        self._ops.append(Restore(seq.slot, found.key, seq))
+        return len(found.tokens), ""
+
+    def plan(self, seq: Sequence, limit: int, n_saved: int, *, ends: bool) -> None:
+        """Save the prompt's end, for the conversation's next turn, where ``ends`` says that is
+        cheap; and before it where it parts from another prompt, for a third that begins like both.
+        """
+        alike = [common_prefix(other, seq.tokens) for other in self._recent]
+        # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
+        same = max((n for n in alike if n <= limit), default=0)
+        most = min(limit, self.n_most)
+        wanted = (same, limit) if ends else (same,)
+        points = [n for n in wanted if self._least <= n <= most and n > n_saved]
+        seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
+        if not any(other is seq.tokens for other in self._recent):
+            self._recent.append(seq.tokens)
+
+    def get(self, key: int) -> Checkpoint | None:
+        return self._saved.get(key)
+
+    def add(self, tokens: array[int], state: State) -> None:
+        """Save a state; older ones go until all fit."""
+        if len(state) > self._max:
+            self.n_most = min(self.n_most, len(tokens) - 1)
+            return
+        if any(s.tokens == tokens for s in self._saved.values()):
+            return
+        self._saved[self._next] = Checkpoint(self._next, tokens, state)
+        self._next += 1
+        self.n_bytes += len(state)
+        while self.n_bytes > self._max:
+            oldest = self._saved.pop(next(iter(self._saved)))
+            self.n_bytes -= len(oldest.state)
