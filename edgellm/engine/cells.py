@@ -30,6 +30,9 @@ class Cells:
         self.heights = Heights()
         self.retention = Retention(limits.retain_cells, limits.n_cells)
         self.are_shared = limits.sharing == "cells"
+        self.n_guessed = 0
+        """Cells that the step being computed fills with guesses: who comes after them lies above,
+        also where they are given back with the step."""
         self._limits = limits
         self._options = options
         self._ops = ops
@@ -81,7 +84,8 @@ class Cells:
         """A holder has computed these tokens after what it had."""
         if self.are_shared and tokens:
             self.tree.extend(holder, tokens)
-            self.heights.grew(holder, self.tree.length(holder), self.tree.n_cells)
+            n_used = self.tree.n_cells + self.n_guessed
+            self.heights.grew(holder, self.tree.length(holder), n_used)
 
     def shift(self, holder: int, n_keep: int, n_drop: int) -> None:
         """Drop ``n_drop`` cells after the first ``n_keep``; the rest moves down."""

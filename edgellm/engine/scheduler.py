@@ -161,7 +161,8 @@ class Scheduler:
         self._admit(now)
         finished: list[Sequence] = []
         work, n_decode = self._fill(now, finished)
-        n_tokens = sum(w.n + len(w.draft) for w in work)
+        self.cells.n_guessed = sum(len(w.draft) for w in work)
+        n_tokens = sum(w.n for w in work) + self.cells.n_guessed
         return Step(self.take_ops(), work, n_tokens, n_tokens - n_decode, finished)
 
     def _fill(self, now: float, finished: list[Sequence]) -> tuple[list[Work], int]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.engine.heights import STEP, Heights
+from edgellm.engine.info import EngineOptions
+from edgellm.engine.ops import Copy, Remove
+from edgellm.engine.scheduler import Scheduler, Step
+from tests.engine.factories import limits, sequence
 
 
 class Cache:
@@ -34,9 +39,15 @@ class Cache:
         for cell in self.held[target]:
             self.cells[cell].add(target)
 
-    def release(self, holder: int) -> None:
-        for cell in self.held.pop(holder, []):
+    def cut(self, holder: int, n: int) -> None:
+        held = self.held.pop(holder, [])
+        for cell in held[n:]:
             self.cells[cell].discard(holder)
+        if held[:n]:
+            self.held[holder] = held[:n]
+
+    def release(self, holder: int) -> None:
+        self.cut(holder, 0)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -64,6 +75,54 @@ def test_no_cell_lies_above_the_bound(seed: int) -> None:
             heights.forget(holder)
         for holder, cells in cache.held.items():
             assert max(cells) < heights.top(holder)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_no_cell_lies_above_the_bound_where_sequences_guess(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(
+        limits(n_cells=2048, n_ctx_seq=512, n_outputs_max=24), EngineOptions(prefix_min=4)
+    )
+    cache = Cache()
+    for _ in range(60):
+        if rng.random() < 0.3:
+            scheduler.add([sequence([rng.randrange(3)] * rng.randrange(1, 90))])
+        for seq in scheduler.running:
+            seq.draft = [7] * rng.randrange(9) if seq.is_decoding else []
+        step = scheduler.schedule(0.0)
+        apply(cache, step)
+        heights = scheduler.cells.heights
+        for holder in scheduler.cells.tree.holders:
+            held = cache.held[holder][: scheduler.cells.tree.length(holder)]
+            assert max(held) < heights.top(holder)
+        compute(scheduler, cache, step, rng)
+
+
+def apply(cache: Cache, step: Step) -> None:
+    for op in step.ops:
+        if isinstance(op, Copy):
+            cache.copy(op.source, op.target, op.n)
+        else:
+            assert isinstance(op, Remove)
+            cache.cut(op.seq_id, op.start)
+
+
+def compute(scheduler: Scheduler, cache: Cache, step: Step, rng: random.Random) -> None:
+    """Every token of the step and every guess takes a cell; some sequences end, some guesses
+    are right."""
+    for w in step.work:
+        cache.grow(w.seq.slot, w.n + len(w.draft))
+        scheduler.computed(w)
+    for w in step.work:
+        for i in range(w.n_out and 1 + rng.randint(0, len(w.draft))):
+            if i:
+                scheduler.accepted(w.seq, array("i", [7]))
+            w.seq.tokens.append(7)
+        if w.draft:
+            scheduler.reject(w.seq)
+        if w.n_out and rng.random() < 0.1:
+            scheduler.finish(w.seq)
 
 
 def test_a_beginning_that_is_shared_is_as_low_as_it_was_written() -> None:
