@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,7 +150,8 @@ class Runner:
     async def _warm_up(self) -> list[str]:
         """Rounds at the highest concurrency until two in a row agree.
 
-        One round may fail whole (a server that is still loading, a burst of refusals).
+        One round may fail whole (a server that is still loading, a burst of refusals), but a
+        server that hangs is waited for once.
         """
         concurrency = 4 if self._config.rates else max(self._config.concurrency)
         before, n_failed = 0.0, 0
@@ -166,9 +168,7 @@ class Runner:
             if not any(sample.is_ok for sample in phase.samples):
                 n_failed += 1
                 first = phase.samples[0]
-                # A model may end at once with nothing said: that is no server that refuses.
-                most = self._config.warmup_rounds if first.error == "empty" else 2
-                if n_failed == min(most, self._config.warmup_rounds):
+                if n_failed == min(_tries(phase.samples), self._config.warmup_rounds):
                     raise EngineError(
                         f"no request succeeded: {first.error}: {first.message[:300]}",
                         hint=_HINTS.get(first.error or "", _HINT),
@@ -277,6 +277,16 @@ def summarise(
         curves=_curves([s for s in samples if s.is_ok]),
         timeline=_timeline(phases[-1]) if phases else (),
     )
+
+
+def _tries(failed: Sequence[Sample]) -> int:
+    """Warm-up rounds that may fail as this one did before the run ends."""
+    errors = {sample.error for sample in failed}
+    if errors == {"timeout"}:
+        return 1  # a server that hangs was waited for as long as was asked
+    if failed[0].error == "empty":
+        return sys.maxsize  # a model may end at once with nothing said: it does not refuse
+    return 2
 
 
 def _drift(phase: Phase, concurrency: int | None) -> float:

@@ -75,6 +75,14 @@ def test_one_round_of_refusals_does_not_end_the_run() -> None:
     assert make_run(server).levels[0].errors == {}
 
 
+def test_a_server_that_hangs_is_waited_for_once() -> None:
+    server = SimServer(lambda i, body: Answer(ttft=1e6))
+    with pytest.raises(EngineError, match="timeout") as caught:
+        make_run(server, timeout_s=30.0)
+    assert len(server.requests) == 4  # one round
+    assert "--timeout" in (caught.value.hint or "")
+
+
 def test_a_model_that_says_nothing_at_first_is_not_a_server_that_refuses() -> None:
     nothing = HEAD + as_event({"choices": [{"text": "", "finish_reason": "stop"}]})
     empty = Answer(raw=[(0.1, nothing + as_chunk(b"data: [DONE]\n\n"))])
