@@ -110,7 +110,8 @@ def _engine_text(facts: Facts) -> str:
     if build is None:
         return "not installed" if facts.report.problem == "missing" else "does not load"
     to = ", ".join(f"{d.name} ({d.description})" for d in build.gpus) or "no GPU"
+    source = f"llama.cpp {build.commit}" if build.commit else f"ggml {build.ggml}"
     return (
-        f"llama-cpp-python {build.version}, llama.cpp {build.commit} "
+        f"llama-cpp-python {build.version}, {source} "
         f"({', '.join(build.backends)}); offloads to {to}"
     )

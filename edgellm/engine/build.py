@@ -24,6 +24,8 @@ from edgellm.errors import EngineError
 ENGINE_PACKAGE: Final = "llama-cpp-python"
 ENGINE_VERSION: Final = "0.3.36"
 """The version that plans are checked against; pyproject.toml pins the same."""
+ENGINE_COMMIT: Final = "0c1e57098"
+"""Of llama.cpp, as the package's sources of that version hold it."""
 
 
 class BuildDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +46,9 @@ class EngineBuild(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """Of the Python package."""
     commit: str = ""
-    """Of ggml, as built."""
+    """Of llama.cpp, as far as it is known; empty where it is not."""
+    ggml: str = ""
+    """ggml's own version."""
     backends: tuple[str, ...] = ()
     """Names of the backends compiled in: CPU, CUDA, Vulkan, Metal, ROCm, RPC."""
     devices: tuple[BuildDevice, ...] = ()
@@ -127,15 +131,26 @@ def describe_build() -> EngineBuild:
     """Load the libraries and ask them. In the child only: drivers start here."""
     folder = library_folder()
     ggml, llama = open_library(folder, "ggml"), open_library(folder, "llama")
+    version = installed_version() or ""
+    package = "" if os.environ.get("LLAMA_CPP_LIB_PATH") else version
     return EngineBuild(
-        version=installed_version() or "",
-        commit=_text(ggml, "ggml_commit"),
+        version=version,
+        commit=_commit(_text(ggml, "ggml_commit"), package),
+        ggml=_text(ggml, "ggml_version"),
         backends=tuple(_backends(ggml)),
         devices=tuple(list_devices(ggml)),
         can_offload=bool(_call(llama, "llama_supports_gpu_offload", ctypes.c_bool)),
         system_info=_text(llama, "llama_print_system_info"),
         folder=str(folder),
     )
+
+
+def _commit(told: str, package: str) -> str:
+    """What was compiled: the sources in a package are no git repository, and ggml says "unknown"
+    then (ggml/CMakeLists.txt). ``package``: the version whose libraries these are."""
+    if told not in ("", "unknown"):
+        return told
+    return ENGINE_COMMIT if package == ENGINE_VERSION else ""
 
 
 def library_folder() -> Path:

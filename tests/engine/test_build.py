@@ -19,6 +19,8 @@ def test_the_installed_library_lists_its_devices_and_backends() -> None:
     assert found.problem == ""
     assert found.build is not None
     assert found.build.version == build.installed_version()
+    assert found.build.commit.startswith(build.ENGINE_COMMIT[:7])
+    assert re.fullmatch(r"[\d.]+", found.build.ggml)
     assert "CPU" in found.build.backends
     assert [d.kind for d in found.build.devices if d.name == "CPU"] == ["cpu"]
     assert all(d.total >= d.free >= 0 for d in found.build.devices)
@@ -29,6 +31,22 @@ def test_the_pinned_version_is_pyprojects() -> None:
         r'"llama-cpp-python==([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
     assert set(pinned) == {build.ENGINE_VERSION}
+
+
+@pytest.mark.parametrize(
+    ("told", "package", "commit"),
+    [
+        ("0c1e570-dirty", "0.3.36", "0c1e570-dirty"),
+        ("abc1234", build.ENGINE_VERSION, "abc1234"),
+        ("unknown", build.ENGINE_VERSION, build.ENGINE_COMMIT),
+        ("", build.ENGINE_VERSION, build.ENGINE_COMMIT),
+        ("unknown", "0.0.1", ""),
+    ],
+)
+def test_sources_in_no_repository_are_those_of_the_pinned_version(
+    told: str, package: str, commit: str
+) -> None:
+    assert build._commit(told, package) == commit
 
 
 def environ(**extra: str) -> dict[str, str]:
