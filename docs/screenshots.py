@@ -34,13 +34,11 @@ async def watched(pilot: Any) -> None:
             wave = math.sin(i / 11 + phase) * 0.07 + math.sin(i / 3.1 + phase * 2) * 0.03
             metric.push(now * (0.98 + wave), "")
     pilot.app.screen._tick()
-    await pilot.pause(0.5)
 
 
 async def light(pilot: Any) -> None:
     await driving.plan(pilot)
     await pilot.press("f10")
-    await pilot.pause(0.3)
 
 
 PICTURES: dict[str, tuple[Callable[[Any], Awaitable[None]], tuple[int, int]]] = {
@@ -63,6 +61,7 @@ async def draw(name: str) -> Path:
         app = EdgeApp(DemoServices(folder))
         async with app.run_test(size=size) as pilot:
             await drive(pilot)
+            await driving.still(pilot)
             svg = app.export_screenshot(title="edgellm")
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"tui-{name}.svg"

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, TypeVar
 from textual import events, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.reactive import reactive
+from textual.worker import WorkerFailed
 
 from edgellm.errors import (
     ContextOverflowError,
@@ -220,6 +222,12 @@ class EdgeApp(App[int]):
             body, title=title, severity="error" if severity == "error" else "warning", timeout=10,
             markup=False,
         )  # fmt: skip
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Nobody misses a widget that is looked for while the screens are taken down."""
+        cause = error.error if isinstance(error, WorkerFailed) else error
+        if self.is_running or not isinstance(cause, NoMatches):
+            super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
         """Textual's end for an exception nobody handled: state first, then a log, then one line."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from textual.notifications import Notification
 
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.demo import DemoServices
+from tests.tui.driving import at_rest
 
 
 @pytest.fixture(autouse=True)
-def _quick_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Textual's pilot looks whether the program rests every 20 ms, twice a key: half the time of
-    these tests. What they wait for they name (:func:`tests.tui.driving.settle`)."""
-    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 0.005)
-    monkeypatch.setattr("textual._wait.SLEEP_IDLE", 0.0005)
+def _at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that was pressed has been handled, however busy the machine is."""
+    for module in ("textual.app", "textual.pilot"):
+        monkeypatch.setattr(f"{module}.wait_for_idle", at_rest)
+
+
+@pytest.fixture(autouse=True)
+def _notes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was notified can be looked up; in the program it is forgotten after five seconds."""
+    monkeypatch.setattr(Notification, "has_expired", False)
 
 
 @pytest.fixture(autouse=True)

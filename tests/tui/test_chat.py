@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -13,13 +15,16 @@ from edgellm.errors import DiskFullError, StoreError
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.attachments import Attachments
 from edgellm.tui.composer import PASTE_LIMIT, Composer
-from edgellm.tui.demo import ANSWER, DemoServices
-from edgellm.tui.ports import Preferences
+from edgellm.tui.demo import ANSWER, DemoEndpoint, DemoServices
+from edgellm.tui.ports import Delta, Preferences
 from edgellm.tui.screens.chat import ChatScreen
 from edgellm.tui.sessions import SessionStore
+from edgellm.tui.transcript import Transcript
 from tests.tui.driving import settle
 
 SIZE = (100, 30)
+SLOW_S = 0.2
+"""Between two words: the answer takes half a minute, and is not over before it is interrupted."""
 
 
 def chat(app: EdgeApp) -> ChatScreen:
@@ -71,8 +76,6 @@ async def test_first_run_to_first_answer_takes_four_keys(services: DemoServices)
 async def test_a_message_written_while_the_model_loads_is_sent_when_it_is_ready(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    import asyncio
-
     gate = asyncio.Event()
     load = services.load
 
@@ -178,7 +181,7 @@ async def test_what_was_said_is_there_after_a_restart(services: DemoServices) ->
 async def test_escape_stops_an_answer_and_keeps_what_had_come(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -242,7 +245,7 @@ async def test_the_context_meter_counts_and_says_what_will_slide_out(
         screen = await open_chat(pilot, app)
         for n in (2, 4):
             await pilot.press("a", "enter")
-            await settle(pilot, lambda n=n: is_quiet(app, n), tries=500)
+            await settle(pilot, lambda n=n: is_quiet(app, n))
         from edgellm.tui.widgets import Meter
 
         meter = screen.query_one(Meter)
@@ -303,7 +306,7 @@ async def test_history_walks_back_and_forth_and_keeps_what_was_not_sent(app: Edg
 async def test_an_engine_that_starts_itself_again_is_only_mentioned(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -319,7 +322,7 @@ async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
     app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgellm.tui.screens.answering.MEND_S", 0.2)
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -327,7 +330,7 @@ async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
         services.endpoints[0].is_alive = False
         from edgellm.tui.screens.dialogs import ConfirmScreen
 
-        await settle(pilot, lambda: isinstance(app.screen, ConfirmScreen), tries=400)
+        await settle(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         assert screen.transcript.turns[-1].note.startswith("the engine ended")
         assert app.store.thread(app.store.find()[0].id)[-1].state == "error"
         await pilot.press("y")
@@ -372,7 +375,7 @@ async def test_resizing_in_mid_stream_keeps_every_word(
         for width in (60, 140, 80, 40, 160):
             await pilot.resize_terminal(width, 30)
             await pilot.pause(0.05)
-        await settle(pilot, lambda: is_quiet(app, 2), tries=500)
+        await settle(pilot, lambda: is_quiet(app, 2))
         assert texts(app)[1] == ANSWER
         assert "KV cache" in shown_all(screen)
 
@@ -392,7 +395,7 @@ async def test_another_conversation_can_be_read_while_an_answer_streams(
         first = app.store.find("a")[-1]
         screen._switch(first.id)
         await settle(pilot, lambda: texts(app)[0] == "a")
-        await settle(pilot, lambda: screen._live is None, tries=600)
+        await settle(pilot, lambda: screen._live is None)
         assert texts(app) == ["a", ANSWER]
         second = next(s for s in app.store.find() if s.id != first.id)
         assert app.store.thread(second.id)[-1].content == ANSWER
@@ -402,7 +405,7 @@ async def test_settings_are_checked_and_used(app: EdgeApp, services: DemoService
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("ctrl+t")
-        await pilot.pause()
+        await settle(pilot, lambda: app.screen is not screen)
         app.screen.query_one("#temperature", Input).value = "99"
         await pilot.press("ctrl+s")
         await pilot.pause()
@@ -507,7 +510,7 @@ async def test_the_model_can_be_switched_in_mid_conversation(
 async def test_another_model_chosen_in_mid_answer_ends_it_and_nothing_else(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -526,7 +529,7 @@ async def test_another_model_chosen_in_mid_answer_ends_it_and_nothing_else(
 async def test_leaving_in_mid_answer_keeps_the_words_without_a_traceback(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         await pilot.press("a", "enter")
@@ -538,6 +541,45 @@ async def test_leaving_in_mid_answer_keeps_the_words_without_a_traceback(
     assert answer.state in ("stopped", "interrupted")
     assert len(answer.content) > 4
     assert ANSWER.startswith(answer.content)
+
+
+async def test_words_that_come_while_the_screen_is_taken_down_are_kept(
+    app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+
+    async def words(self: DemoEndpoint, *_: Any, **__: Any) -> AsyncGenerator[Delta, None]:
+        yield Delta(text="before", n_tokens=1)
+        await gate.wait()
+        yield Delta(text=" and after", n_tokens=1)
+
+    def gone(self: Transcript) -> None:
+        screen.call_next(screen._frame_due)
+        gate.set()
+
+    monkeypatch.setattr(DemoEndpoint, "chat", words)
+    monkeypatch.setattr(Transcript, "on_unmount", gone, raising=False)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("a", "enter")
+        await settle(pilot, lambda: screen._live is not None and screen._live.text)
+    store = SessionStore(services.state_file("chat.db"))
+    answer = store.thread(store.find()[0].id)[-1]
+    store.close()
+    assert answer.content == "before and after"
+    assert app.failure is None
+
+
+async def test_a_widget_that_is_missed_while_the_program_ends_is_no_defect(
+    app: EdgeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(self: Composer) -> None:
+        screen.call_next(screen.query_one, Composer)
+
+    monkeypatch.setattr(Composer, "on_unmount", late, raising=False)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+    assert app.failure is None
 
 
 async def test_a_message_beyond_the_context_is_refused_at_once_and_can_be_changed(
@@ -561,7 +603,7 @@ async def test_a_message_beyond_the_context_is_refused_at_once_and_can_be_change
 
 
 async def test_what_a_defect_interrupts_is_on_disk(app: EdgeApp, services: DemoServices) -> None:
-    services.token_s = 0.02
+    services.token_s = SLOW_S
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_chat(pilot, app)
         screen.query_one(Composer).insert("hello")

@@ -39,7 +39,7 @@ async def streaming(pilot: Any, app: EdgeApp) -> ChatScreen:
 async def test_only_a_transcript_with_nothing_over_it_paints(
     app: EdgeApp, services: DemoServices
 ) -> None:
-    services.token_s = 0.02
+    services.token_s = 0.2
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         transcript = (await streaming(pilot, app)).transcript
         assert is_clear(transcript)

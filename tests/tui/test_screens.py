@@ -19,7 +19,7 @@ from edgellm.tui.offers import rough_bytes, rough_verdict
 from edgellm.tui.ports import Preferences, Progress
 from edgellm.tui.widgets import Metric, Stepper
 from edgellm.units import GiB
-from tests.tui.driving import settle
+from tests.tui.driving import settle, stepped
 
 SIZE = (120, 36)
 
@@ -138,6 +138,7 @@ async def open_plan(pilot: Any, app: EdgeApp) -> Any:
 async def test_each_step_is_planned_again_and_says_what_it_costs(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_plan(pilot, app)
+        await settle(pilot, lambda: screen.plan.alternatives)
         before = screen.plan
         await pilot.press("left")
         await settle(pilot, lambda: screen.plan is not before)
@@ -184,6 +185,8 @@ async def test_the_alternatives_shown_are_those_of_the_last_step(
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_plan(pilot, app)
         await pilot.press(*["left"] * 5)
+        wanted = screen.query(Stepper).first().value
+        await settle(pilot, lambda: screen.plan.params.n_gpu_layers == wanted)
         await settle(pilot, lambda: screen.plan.alternatives)
         assert asked[-1] == screen.asked
         assert screen.plan.params == services.plan(app.chosen.ref, screen.asked).params  # type: ignore[union-attr]
@@ -219,13 +222,14 @@ async def test_a_smaller_quantisation_is_looked_for_among_the_models(
 async def test_what_does_not_fit_is_drawn_and_not_loaded(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await open_plan(pilot, app)
-        await pilot.press(*["right"] * 4)
-        await settle(pilot, lambda: screen.failure is not None and screen.plan.devices)
-        await settle(pilot, lambda: screen.plan.devices[0].headroom < 0)
+        await settle(pilot, lambda: screen.plan.alternatives)
+        for _ in range(4):
+            await stepped(pilot, screen.query(Stepper).first(), "right")
+        assert screen.plan.devices[0].headroom < 0
         assert "✗ does not fit with " in str(screen.query_one("#head").render())
         assert "CUDA0 is over by 579 MiB" in str(screen.query_one("#change").render())
         await pilot.press("enter")
-        await pilot.pause(0.1)
+        await settle(pilot, lambda: app._notifications)
         assert app.endpoint is None
         assert any("fewer layers" in n.message for n in app._notifications)
 
@@ -269,16 +273,17 @@ async def test_a_lost_server_is_said_once_and_the_monitor_goes_on(
         app.open_model("starter")
         await settle(pilot, lambda: app.endpoint is not None)
         endpoint: Any = app.endpoint
+        asked: list[bool] = []
 
         async def lost() -> Any:
+            asked.append(True)
             endpoint.is_alive = False
             raise EngineError("nothing answers at http://127.0.0.1:1", hint="edgellm serve")
 
         endpoint.stats = lost
         await pilot.press("f4")
         said = lambda: [n for n in app._notifications if "nothing answers" in n.message]  # noqa: E731
-        await settle(pilot, said)
-        await pilot.pause(0.4)
+        await settle(pilot, lambda: len(asked) > 4)
         assert len(said()) == 1
 
 
@@ -331,13 +336,27 @@ async def test_two_benchmark_runs_are_compared_in_words(
         await pilot.press("6")
         await settle(pilot, lambda: len(getattr(app.screen, "runs", ())) == 5)
         await pilot.press("down", "down", "space", "up", "up")
-        await pilot.pause(0.1)
         from rich.console import Console
 
         console = Console(width=60)
         with console.capture() as captured:
             console.print(app.screen.query_one("#compare").render()._renderable)
         assert "better" in captured.get()
+
+
+async def test_the_plot_of_the_runs_is_not_mounted_before_it_has_them(
+    app: EdgeApp, services: DemoServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from textual_plotext import PlotextPlot
+
+    plotted: list[str] = []
+    monkeypatch.setattr(PlotextPlot, "on_mount", lambda self: plotted.append(self.plt.build()))
+    services.runs = RUNS
+    async with app.run_test(size=(160, 48)) as pilot:
+        await settle(pilot, lambda: app.current_mode == "models")
+        await pilot.press("6")
+        await settle(pilot, lambda: plotted)
+    assert "101.2" in plotted[0]
 
 
 async def test_keys_can_be_changed(tmp_path: Any) -> None:

@@ -112,7 +112,7 @@ async def start(pilot: Any, app: EdgeApp) -> Download:
 async def test_a_download_is_paused_goes_on_where_it_stopped_and_is_listed(hub: HubServer) -> None:
     app = EdgeApp(LocalServices(Settings()))
     size = len(hub.files["ann/tiny-GGUF"]["tiny-Q4_1.gguf"])
-    hub.trouble.chunk_delay_s = 0.05
+    hub.trouble.chunk_delay_s = 0.5
     async with app.run_test(size=(80, 24)) as pilot:
         download = await start(pilot, app)
         app.downloads.pause(download.row.ref)
@@ -131,7 +131,7 @@ async def test_a_download_is_paused_goes_on_where_it_stopped_and_is_listed(hub: 
 
 async def test_a_cancelled_download_stops_and_lists_nothing(hub: HubServer) -> None:
     app = EdgeApp(LocalServices(Settings()))
-    hub.trouble.chunk_delay_s = 0.05
+    hub.trouble.chunk_delay_s = 0.5
     async with app.run_test(size=(80, 24)) as pilot:
         download = await start(pilot, app)
         app.downloads.cancel(download.row.ref)

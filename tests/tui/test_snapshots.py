@@ -10,7 +10,19 @@ import pytest
 from edgellm.tui.app import EdgeApp
 from edgellm.tui.demo import DemoServices
 from edgellm.tui.screens.help import HelpScreen
-from tests.tui.driving import bench, chat, models, monitor, plan, server, settle, still, welcome
+from edgellm.tui.widgets import Stepper
+from tests.tui.driving import (
+    bench,
+    chat,
+    models,
+    monitor,
+    plan,
+    server,
+    settle,
+    stepped,
+    still,
+    welcome,
+)
 
 SIZES = [(80, 24), (160, 48)]
 Drive = Callable[[Any], Awaitable[None]]
@@ -18,21 +30,16 @@ Drive = Callable[[Any], Awaitable[None]]
 
 async def plan_that_does_not_fit(pilot: Any) -> None:
     await plan(pilot)
-    layers = pilot.app.screen.query("Stepper").first()
-    layers.focus()
-    await pilot.press(*["right"] * 6)
-    # Six plans follow one another: the last is meant.
-    await settle(pilot, lambda: pilot.app.screen.plan.params.n_gpu_layers == layers.value)
-    await settle(pilot, lambda: pilot.app.screen.plan.alternatives)
+    layers = pilot.app.screen.query(Stepper).first()
+    for _ in range(6):
+        await stepped(pilot, layers, "right")
     assert pilot.app.screen.plan.devices[0].headroom < 0
-    await still(pilot)
 
 
 async def bench_empty(pilot: Any) -> None:
     await welcome(pilot)
     await pilot.press("6")
     await settle(pilot, lambda: pilot.app.screen.query("#empty"))
-    await pilot.pause(0.1)
 
 
 async def keys(pilot: Any) -> None:
@@ -44,6 +51,16 @@ async def keys(pilot: Any) -> None:
 SCREENS: list[Drive] = [
     welcome, models, plan, plan_that_does_not_fit, chat, monitor, server, bench, bench_empty, keys,
 ]  # fmt: skip
+
+
+def drawn(drive: Drive) -> Drive:
+    """A drive to its end, where nothing moves any more."""
+
+    async def whole(pilot: Any) -> None:
+        await drive(pilot)
+        await still(pilot)
+
+    return whole
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +75,7 @@ def test_a_screen_looks_as_it_should(
     snap_compare: Any, tmp_path: Any, drive: Drive, size: tuple[int, int]
 ) -> None:
     app = EdgeApp(DemoServices(str(tmp_path)))
-    assert snap_compare(app, terminal_size=size, run_before=drive)
+    assert snap_compare(app, terminal_size=size, run_before=drawn(drive))
 
 
 @pytest.mark.parametrize("drive", [plan, chat], ids=lambda drive: drive.__name__)
@@ -68,9 +85,8 @@ def test_a_screen_in_the_light_theme(snap_compare: Any, tmp_path: Any, drive: Dr
     async def light(pilot: Any) -> None:
         await drive(pilot)
         await pilot.press("f10")
-        await pilot.pause(0.1)
 
-    assert snap_compare(app, terminal_size=(120, 36), run_before=light)
+    assert snap_compare(app, terminal_size=(120, 36), run_before=drawn(light))
 
 
 def test_without_colour_every_meaning_is_still_there(
@@ -79,4 +95,4 @@ def test_without_colour_every_meaning_is_still_there(
     monkeypatch.setenv("NO_COLOR", "1")
     app = EdgeApp(DemoServices(str(tmp_path)))
     assert app.no_color
-    assert snap_compare(app, terminal_size=(120, 36), run_before=plan)
+    assert snap_compare(app, terminal_size=(120, 36), run_before=drawn(plan))

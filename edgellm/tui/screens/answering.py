@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from textual import work
+from textual.css.query import NoMatches
 from textual.reactive import reactive
 from textual.worker import Worker
 
@@ -249,7 +250,7 @@ class AnsweringScreen(EdgeScreen):
         Returns whether it is drawn, and nothing is left for Textual to do.
         """
         live = self._live
-        if live is None:
+        if live is None or not self.is_running:  # the screen is being taken down
             return True
         text, reasoning = live.unshown()
         if not text and not reasoning:
@@ -289,7 +290,7 @@ class AnsweringScreen(EdgeScreen):
     def keep_now(self) -> None:
         """The program is ending by a defect: what is written and what came, onto the disk."""
         live, session = self._live, self.session
-        with suppress(EdgeLLMError):
+        with suppress(EdgeLLMError, NoMatches):
             if live is not None:
                 self.edge.store.append(live.message.id, *live.unsaved())
                 live.n_saved = (len(live.text), len(live.reasoning))
@@ -298,8 +299,7 @@ class AnsweringScreen(EdgeScreen):
                 self.edge.store.update(session.id, draft=draft)
 
     async def _finish(self, live: Live, state: str, note: str) -> None:
-        if self.is_attached:
-            self._show_frame()
+        self._show_frame()
         if self._frame is not None:
             self._frame.cancel()
             self._frame = None
@@ -310,12 +310,11 @@ class AnsweringScreen(EdgeScreen):
             "decode_tps": timings[0], "ttft_s": timings[1],
         }  # fmt: skip
         self._live = None
-        if self.is_attached:
-            self.query_one(Composer).cursor_blink = self.edge.preferred.animations
-        if not self.is_attached:
+        if not (self.is_attached and self.is_running):
             # The program is ending: keep the words, there is no screen to show them on.
             self.edge.store.finish(live.message.id, **values)
             return
+        self.query_one(Composer).cursor_blink = self.edge.preferred.animations
         await self._keep_until_saved(live.message.id, values)
         if self.session is not None and self.session.id == live.session.id:
             self._thread = await self._disk(self.edge.store.thread, self.session.id) or self._thread

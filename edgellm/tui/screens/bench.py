@@ -134,17 +134,17 @@ class BenchScreen(EdgeScreen):
         from textual.color import Color
         from textual_plotext import PlotextPlot
 
-        box = self.query_one("#plot")
-        await box.remove_children()
         plot = PlotextPlot()
-        await box.mount(plot)
         shown = [run for run in reversed(self.runs[:16]) if run.values.get("decode_tps_p50")]
         plt: Any = plot.plt
         plt.title("decode tok/s, oldest first")
         color = tuple(Color.parse(self.app.theme_variables["primary"]).rgb)
         labels = [f"{run.when[5:10]} {run.model[:10]}" for run in shown]
         plt.bar(labels, [run.values["decode_tps_p50"] for run in shown], color=color, width=0.5)
-        plot.refresh()
+        # Only now: plotext keeps the scale of what it drew first, were it nothing.
+        box = self.query_one("#plot")
+        await box.remove_children()
+        await box.mount(plot)
 
 
 def _table(run: Run, other: Run | None, ink: dict[str, str]) -> Table:
