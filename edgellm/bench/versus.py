@@ -43,7 +43,13 @@ KEY_FIGURES: Final[dict[str, tuple[str, ...]]] = {
         "cached_ratio",
     ),
     "mixed": ("output_tps", "ttft_p50_s", "ttft_p99_s", "itl_p99_s"),
-    "long": ("worst_over_calm", "worst_itl_s", "calm_itl_p50_s", "intruder_ttft_s"),
+    "long": (
+        "worst_over_calm",
+        "worst_itl_s",
+        "calm_itl_p50_s",
+        "during_itl_p50_s",
+        "intruder_ttft_s",
+    ),
     "disconnects": ("ttft_p50_s", "ttft_p99_s", "stayer_e2e_p50_s", "whole_s"),
     "interactive": ("ttft_p50_s", "ttft_max_s", "idle_ttft_s", "chunk_ttft_s", "ttft_over_fair"),
 }
@@ -53,6 +59,7 @@ OWN_TITLES: Final = {
     "worst_over_calm": "worst ITL while the long prompt is read / calm median",
     "worst_itl_s": "worst ITL while the long prompt is read",
     "calm_itl_p50_s": "ITL p50 before it came",
+    "during_itl_p50_s": "ITL p50 while it is read",
     "intruder_ttft_s": "TTFT of the long prompt",
     "stayer_e2e_p50_s": "e2e p50 of those that stayed",
     "whole_s": "the whole contest",
