@@ -315,6 +315,11 @@ class Pool:
         self.endpoints = tuple(dict.fromkeys(endpoint_of(text) for text in endpoints))
         self._known: dict[str, Worker] = {}
 
+    def require(self) -> None:
+        """Ask every worker. Raises the EngineError of the first that cannot be used. Blocks."""
+        for endpoint in self.endpoints:
+            self._known[endpoint] = probe(endpoint)
+
     def look(self, without: Sequence[str] = ()) -> tuple[tuple[Worker, ...], tuple[str, ...]]:
         """The workers that can be used, and a note for each that cannot. Blocks.
 

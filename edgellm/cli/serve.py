@@ -30,6 +30,7 @@ from edgellm.server.statefile import StateFile
 from edgellm.server.upstream.replicas import Upstreams, UpstreamSpec
 from edgellm.store import local
 from edgellm.units import parse_bytes
+from edgellm.workers import Pool
 
 DEFAULT_PARALLEL: Final = 8
 _SHARD = re.compile(r"-(\d{5})-of-\d{5}$")
@@ -192,6 +193,9 @@ async def _serve(
 ) -> None:
     # The port first: it fails at once, where loading may take minutes.
     sockets = open_sockets(bind)
+    if specs:
+        # Later a worker that is gone is done without; one that never was is most likely a mistake.
+        Pool(settings.plan.worker).require()
     server = Server(make_runtime(specs, settings), options, upstreams)
     names = ", ".join(spec.name for spec in specs[:6]) + (", ..." if len(specs) > 6 else "")
 

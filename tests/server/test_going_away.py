@@ -350,6 +350,16 @@ def test_what_cannot_be_served_is_one_line_and_the_documented_exit_code(
     assert says in first
 
 
+def test_a_worker_that_is_dead_at_the_start_is_named_with_the_next_step(edgellm_home: Path) -> None:
+    command = ("serve", "starter", "--engine", "scripted", "--port", "0")
+    done = edgellm(edgellm_home, *command, "--worker", "127.0.0.1:9")
+    assert done.returncode == 1
+    first, second = done.stderr.splitlines()
+    assert first.startswith("edgellm: error: the worker 127.0.0.1:9 cannot be reached")
+    assert second == "  try: edgellm worker, on that machine"
+    assert "serving" not in done.stdout
+
+
 def test_a_port_in_use_is_said_before_anything_is_loaded(
     scripted: Running, edgellm_home: Path
 ) -> None:
