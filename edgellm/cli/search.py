@@ -18,6 +18,7 @@ from edgellm.errors import DoesNotFitError, DownloadError, EdgeLLMError
 from edgellm.runtime import plan_devices, plan_request
 from edgellm.store.catalog import Entry, HubRef, entries
 from edgellm.store.files import Choice
+from edgellm.store.rough import entry_bytes, rough_verdict
 from edgellm.units import format_bytes
 
 SCHEMA = "edgellm.search/1"
@@ -65,8 +66,8 @@ def search(
     words
         What to look for.
     fits
-        Leave out the hub's models that do not fit. The catalog's are names alone: `edgellm plan
-        NAME` judges one.
+        Leave out what does not fit. The catalog's models are judged by size alone: `edgellm plan
+        NAME` is exact.
     limit
         Repositories to look at.
     vram
@@ -79,6 +80,8 @@ def search(
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
     devices = plan_devices(settings)
     known = [entry for entry in entries() if _matches(entry, words)]
+    if fits:
+        known = [entry for entry in known if _may_fit(entry, devices)]
     if not json:
         _print_known(known)
         if sys.stderr.isatty():
@@ -104,6 +107,11 @@ def search(
 def _matches(entry: Entry, words: tuple[str, ...]) -> bool:
     text = " ".join([entry.name, entry.repo, *entry.good_at]).lower()
     return all(word.lower() in text for word in words)
+
+
+def _may_fit(entry: Entry, devices: Devices) -> bool:
+    """Whether it fits by its size; one of unknown size may."""
+    return rough_verdict(entry_bytes(entry), devices) != "does_not_fit"
 
 
 def _asked(words: str, limit: int, settings: Settings, devices: Devices) -> list[Result]:

@@ -30,7 +30,7 @@ from edgellm.planner.plan import (
     Speed,
 )
 from edgellm.request import SamplingParams, Usage
-from edgellm.tui.offers import rough_verdict
+from edgellm.store.rough import rough_verdict
 from edgellm.tui.ports import (
     Delta,
     Endpoint,

@@ -500,7 +500,7 @@ complete -c edgellm -n '__fish_edgellm_using_command rm' -l json -d 'Print JSON.
 complete -c edgellm -n '__fish_edgellm_using_command search' -l help -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -s h -d 'Display this message and exit.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l version -d 'Display application version.'
-complete -c edgellm -n '__fish_edgellm_using_command search' -l fits -d 'Leave out the hub'\''s models that do not fit. The catalog'\''s are names alone: edge…'
+complete -c edgellm -n '__fish_edgellm_using_command search' -l fits -d 'Leave out what does not fit. The catalog'\''s models are judged by size alone: edg…'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l limit -r -d 'Repositories to look at.'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l vram -r -d 'Judge for a card with this much free memory instead; repeat it for several card…'
 complete -c edgellm -n '__fish_edgellm_using_command search' -l ram -r -d 'Judge for this much free RAM instead.'

@@ -180,6 +180,20 @@ def test_search_without_a_network_shows_the_catalog(
     assert main(["search", "no such thing"]) == 1
 
 
+def test_fits_leaves_out_what_of_the_catalog_is_too_large(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    small = ["--vram", "6GiB", "--ram", "8GiB", "--json"]
+    names = []
+    for flags in ([], ["--fits"]):
+        assert main(["search", "gpt-oss", *small, *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        names.append([entry["name"] for entry in found["catalog"]])
+    assert names == [["gpt-oss-20b", "gpt-oss-120b"], ["gpt-oss-20b"]]
+    assert main(["search", "gemma-4-e2b", *small, "--fits"]) == 0  # of unknown size
+
+
 def test_ls_without_models_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from edgellm import paths
+from edgellm.devices import Devices, Host, imagine
 from edgellm.errors import ModelNotFoundError
 from edgellm.store.catalog import GOOD_AT, HubRef, entries, parse_hub_ref, resolve
 from edgellm.store.names import display_name, quant_of
+from edgellm.store.rough import rough_bytes, rough_verdict
+from edgellm.units import GiB
 from tests.store import layouts
 
 
@@ -169,3 +172,14 @@ def test_a_catalog_name_leads_to_its_repository(home: Path) -> None:
     assert resolve(f"{entry.name}:q8_0").hub == HubRef(repo=entry.repo, quant="Q8_0")
     link = layouts.hf(home / ".cache/huggingface/hub", entry.repo, "x-Q8_0.gguf")
     assert resolve(f"{entry.name}:Q8_0").path == link
+
+
+def test_sizes_and_verdicts_without_a_header() -> None:
+    host = Host(cpu="A CPU", n_physical=8, n_logical=16, total=32 * GiB, available=24 * GiB)
+    devices = imagine(Devices(host=host), vram=[8 * GiB], backend="cuda")
+    assert 4.0 < rough_bytes("8B", "Q4_K_M") / GiB < 5.0
+    assert rough_bytes("30B, 3B active", "Q4_K_M") > 15 * GiB
+    assert rough_bytes("big", "Q4_K_M") == 0
+    verdicts = [rough_verdict(n * GiB, devices) for n in (2, 12, 40)]
+    assert verdicts == ["gpu", "partial", "does_not_fit"]
+    assert rough_verdict(0, devices) == ""

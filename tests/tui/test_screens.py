@@ -15,10 +15,8 @@ from edgellm.planner.plan import Alternative, Plan, PlanRequest
 from edgellm.tui.app import SEVERITY, EdgeApp
 from edgellm.tui.demo import RUNS, DemoServices
 from edgellm.tui.ledger import LedgerBar
-from edgellm.tui.offers import rough_bytes, rough_verdict
 from edgellm.tui.ports import Preferences, Progress
 from edgellm.tui.widgets import Metric, Stepper
-from edgellm.units import GiB
 from tests.tui.driving import settle, stepped
 
 SIZE = (120, 36)
@@ -419,14 +417,3 @@ def test_every_error_has_a_notification() -> None:
     assert SEVERITY[-1][0] is EdgeLLMError
     title = next(title for kind, title, _ in SEVERITY if issubclass(DownloadError, kind))
     assert title == "The network"  # not "Storage": the disk is well
-
-
-def test_sizes_and_verdicts_without_a_header() -> None:
-    devices = DemoServices().devices()
-    assert 4.0 < rough_bytes("8B", "Q4_K_M") / GiB < 5.0
-    assert rough_bytes("30B, 3B active", "Q4_K_M") > 15 * GiB
-    assert rough_bytes("big", "Q4_K_M") == 0
-    assert [rough_verdict(n * GiB, devices) for n in (2, 12, 40)] == [
-        "gpu", "partial", "does_not_fit",
-    ]  # fmt: skip
-    assert rough_verdict(0, devices) == ""
