@@ -110,6 +110,13 @@ def scripted() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture
+def fresh() -> Iterator[Running]:
+    """One that nobody has asked yet: what it keeps depends on what it was asked before."""
+    with Running() as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Running]:
     """SmolLM2-135M, answering for real."""

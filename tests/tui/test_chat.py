@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -18,7 +19,7 @@ from edgellm.tui.composer import PASTE_LIMIT, Composer
 from edgellm.tui.demo import ANSWER, DemoEndpoint, DemoServices
 from edgellm.tui.ports import Delta, Preferences
 from edgellm.tui.screens.chat import ChatScreen
-from edgellm.tui.sessions import SessionStore
+from edgellm.tui.sessions import Message, SessionStore
 from edgellm.tui.transcript import Transcript
 from tests.tui.driving import settle
 
@@ -134,10 +135,22 @@ async def test_a_draft_is_followed_by_what_was_typed_before_it_was_read(
     before.store.update(before.store.create().id, draft="a draft, ")
     before.store.close()
     again = EdgeApp(services, model="starter")
+    asked, may = threading.Event(), threading.Event()
+    read = again.store.thread
+
+    def slow(session_id: str) -> list[Message]:
+        asked.set()
+        may.wait(60)
+        return read(session_id)
+
+    again.store.thread = slow  # type: ignore[method-assign]
     async with again.run_test(size=SIZE) as pilot:
-        typed(again, *"typed")
-        await settle(pilot, lambda: getattr(again.screen, "session", None) is not None)
+        typed(again, *"ty")
+        await settle(pilot, asked.is_set)
+        typed(again, *"ped")
         composer = again.screen.query_one(Composer)
+        await settle(pilot, lambda: composer.text == "typed")
+        may.set()
         await settle(pilot, lambda: "draft" in composer.text)
         assert composer.text == "a draft, typed"
 

@@ -112,10 +112,7 @@ class ChatScreen(AnsweringScreen):
         await self.listed()
         sessions = await self._disk(self.edge.store.find, limit=1)
         if sessions and self.session is None:
-            typed = self.query_one(Composer).text
-            await self._open(sessions[0])
-            if typed:
-                self.query_one(Composer).insert(typed)
+            await self._open(sessions[0], keeps_typed=True)
 
     async def listed(self) -> None:
         sidebar = self.query_one(Conversations)
@@ -123,13 +120,16 @@ class ChatScreen(AnsweringScreen):
         sidebar.show(sessions, self.edge.services.clock())
         sidebar.mark(self.session)
 
-    async def _open(self, session: Session) -> None:
+    async def _open(self, session: Session, *, keeps_typed: bool = False) -> None:
+        """Show a conversation; ``keeps_typed``: what was typed meanwhile is the draft's end."""
         self.session = session
         self._editing = None
         await self._reload()
         composer = self.query_one(Composer)
+        typed = composer.text if keeps_typed else ""
         composer.text = session.draft
         composer.move_cursor(composer.document.end)
+        composer.insert(typed)
         composer.remember([m.content for m in self._thread if m.role == "user"])
         self.query_one(Conversations).mark(self.session)
 

@@ -90,6 +90,12 @@ def scripted(request: pytest.FixtureRequest) -> Iterator[Running]:
         yield front
 
 
+@pytest.fixture
+def fresh() -> Iterator[Running]:
+    with Running() as one, Running() as other, Front([one.url, other.url]) as front:
+        yield front
+
+
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Running]:
     asked = others()

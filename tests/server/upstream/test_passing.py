@@ -83,11 +83,6 @@ def answer(handler: BaseHTTPRequestHandler, _body: bytes) -> None:
     reply(handler, {"id": "1", "model": "m", "choices": [], "usage": usage})
 
 
-def slow(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    time.sleep(0.15)
-    answer(handler, body)
-
-
 def hang_up(handler: BaseHTTPRequestHandler, _body: bytes) -> None:
     handler.close_connection = True
 
@@ -149,13 +144,19 @@ def front() -> Iterator[Callable[..., Front]]:
 
 
 def post(front: Front, **more: Any) -> httpx.Response:
-    return httpx.post(f"{front.url}/v1/chat/completions", json={**CHAT, **more}, timeout=20)
+    return httpx.post(f"{front.url}/v1/chat/completions", json={**CHAT, **more}, timeout=60)
 
 
 def test_requests_are_spread_over_the_replicas_of_a_model(
     fake: Callable[..., Fake], front: Callable[..., Front]
 ) -> None:
-    one, two = fake(slow), fake(slow)
+    all_are_there = threading.Barrier(8)
+
+    def together(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        all_are_there.wait(60)
+        answer(handler, body)
+
+    one, two = fake(together), fake(together)
     running = front(one.url, two.url + "/v1")
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: post(running).status_code, range(8)))
@@ -236,7 +237,7 @@ def test_a_server_that_comes_back_is_used_again(
 
     running = front(fake(once).url)
     assert post(running).status_code == 502
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while post(running).status_code != 200:
         assert time.monotonic() < deadline
 
@@ -278,7 +279,7 @@ def test_beyond_the_limit_requests_wait_and_urgent_ones_go_first(
     gate = threading.Event()
 
     def wait(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-        assert gate.wait(20)
+        assert gate.wait(60)
         answer(handler, body)
 
     there = fake(wait)
