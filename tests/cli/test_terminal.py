@@ -63,7 +63,7 @@ class Terminal:
             except OSError:  # Linux: the other end is closed, the program is about to exit
                 time.sleep(timeout_s)
 
-    def end(self, timeout_s: float = 30) -> int:
+    def end(self, timeout_s: float = 60) -> int:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
             self._read(0.1)
@@ -115,7 +115,7 @@ def test_ctrl_c_stops_the_answer_and_the_next_one_comes() -> None:
         terminal.type("Write a very long story about a fox.\n")
         terminal.wait_for(r"fox\.\r\n[\s\S]{20}")
         terminal.type("\x03")
-        terminal.wait_for(r"\(stopped\)[\s\S]*>>> ", timeout_s=20)
+        terminal.wait_for(r"\(stopped\)[\s\S]*>>> ")
         terminal.type("/set max_tokens 5\n")
         terminal.wait_for("max_tokens = 5[\\s\\S]*>>> ")
         terminal.type("And now?\n")
@@ -137,10 +137,10 @@ def test_ctrl_c_ends_a_single_answer_with_exit_code_130_and_no_engine_left() -> 
     workers = _children(child.pid)
     assert workers
     child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=30)
+    _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130, stderr
     assert b"Traceback" not in stderr
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in workers):
         assert time.monotonic() < deadline, "the engine's process is still there"
         time.sleep(0.05)

@@ -54,7 +54,7 @@ def rpc_server(limit: int = 0) -> Iterator[str]:
 
 def _wait_for(endpoint: str) -> None:
     host, port = endpoint.split(":")
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
             return

@@ -73,12 +73,8 @@ async def test_closing_the_generator_frees_the_slot() -> None:
     stream = engine.generate(request("forever"))
     await stream.__anext__()
     await stream.aclose()
-    for _ in range(100):
-        stats = await engine.stats()
-        if stats.running == 0:
-            break
+    while (stats := await engine.stats()).running:
         await asyncio.sleep(0.01)
-    assert stats.running == 0
     assert stats.requests_cancelled == 1
     await engine.close()
 
@@ -160,13 +156,17 @@ async def test_a_queued_request_is_replayed_when_the_child_dies() -> None:
 
 
 async def test_a_loop_that_hangs_fails_the_ping_and_not_the_parent() -> None:
-    faults = (Fault(kind="hang", at_step=2, seconds=1.0),)
+    faults = (Fault(kind="hang", at_step=2, seconds=2.0),)
     options = EngineOptions(script=Script(faults=faults))
     engine = await Engine.load(plan(), backend="scripted", options=options)
     task = asyncio.create_task(collect(engine, request("one", max_tokens=4)))
-    await asyncio.sleep(0.1)
+
+    async def ask_all_along() -> None:
+        while not task.done():
+            await engine.ping(0.1)
+
     with pytest.raises(EngineError, match="did not answer within"):
-        await engine.ping(0.1)
+        await ask_all_along()
     assert (await task)[-1].is_last
     assert await engine.ping(5.0) < 5.0
     await engine.close()
@@ -174,13 +174,11 @@ async def test_a_loop_that_hangs_fails_the_ping_and_not_the_parent() -> None:
 
 async def test_a_hung_child_is_ended_and_the_next_request_is_served() -> None:
     faults = (Fault(kind="hang", on_word="!"),)
-    options = EngineOptions(script=Script(faults=faults), hang_timeout_s=0.6)
+    options = EngineOptions(script=Script(faults=faults), hang_timeout_s=2.0)
     engine = await Engine.load(plan(), backend="scripted", options=options)
     first = engine.pid
     # It had sent nothing, so it was replayed once, and hung again.
-    with pytest.raises(
-        EngineDeadError, match=r"did not answer for 0\.6 s and was ended by SIGKILL"
-    ):
+    with pytest.raises(EngineDeadError, match=r"did not answer for 2 s and was ended by SIGKILL"):
         await collect(engine, request("stuck!"))
     events = await collect(engine, request("next", max_tokens=3))
     assert events[-1].finish_reason is FinishReason.LENGTH
@@ -189,11 +187,11 @@ async def test_a_hung_child_is_ended_and_the_next_request_is_served() -> None:
 
 
 async def test_a_loop_without_work_or_with_quick_steps_is_left_alone() -> None:
-    options = EngineOptions(script=Script(step_s=0.05, answer_tokens=0), hang_timeout_s=0.8)
+    options = EngineOptions(script=Script(step_s=0.05, answer_tokens=0), hang_timeout_s=2.0)
     engine = await Engine.load(plan(), backend="scripted", options=options)
     first = engine.pid
-    await collect(engine, request("steady", max_tokens=40))
-    await asyncio.sleep(0.5)
+    await collect(engine, request("steady", max_tokens=60))
+    await asyncio.sleep(0.6)  # it is looked at each half second
     assert engine.pid == first
     await engine.close()
 

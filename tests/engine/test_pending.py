@@ -21,7 +21,7 @@ def asked() -> Request:
 
 
 async def read(pending: Pending, n: int) -> list[str]:
-    items = [await asyncio.wait_for(pending.get(), 1) for _ in range(n)]
+    items = [await asyncio.wait_for(pending.get(), 60) for _ in range(n)]
     return [item.text if isinstance(item, TokenEvent) else str(item) for item in items]
 
 

@@ -40,7 +40,7 @@ class Held(ScriptedBackend):
         self.may = threading.Event()
 
     def tokenize(self, text: str, **kw: Any) -> list[int]:
-        assert self.may.wait(10)
+        assert self.may.wait(60)
         return super().tokenize(text, **kw)
 
 
@@ -76,7 +76,7 @@ def test_a_ping_behind_a_long_text_is_heard_at_once(message: wire.ToChild) -> No
     reader, inbox, _ = reader_of(backend)
     reader._take(encoded(message))
     reader._take(encoded(wire.Ping(2)))
-    assert inbox.inbox.get(timeout=5) == wire.Ping(2)
+    assert inbox.inbox.get(timeout=60) == wire.Ping(2)
     backend.may.set()
 
 
@@ -92,9 +92,9 @@ def test_a_request_cancelled_while_it_is_tokenised_never_arrives() -> None:
     (event,) = told.events
     assert (event.request_id, event.finish_reason) == (r.id, FinishReason.CANCELLED)
     assert event.is_last
-    assert inbox.inbox.get(timeout=5) == Withdrawn()  # and counts it
+    assert inbox.inbox.get(timeout=60) == Withdrawn()  # and counts it
     reader._take(encoded(wire.Cancel("another")))
-    assert inbox.inbox.get(timeout=5) == wire.Cancel("another")
+    assert inbox.inbox.get(timeout=60) == wire.Cancel("another")
     time.sleep(0.05)
     assert inbox.inbox.empty()
 
@@ -102,7 +102,7 @@ def test_a_request_cancelled_while_it_is_tokenised_never_arrives() -> None:
 def test_a_megabyte_beyond_the_context_is_refused_without_tokenising_it() -> None:
     reader, inbox, _ = reader_of(Held())
     reader._take(encoded(wire.Generate(request("word " * 200_000))))
-    refused = inbox.inbox.get(timeout=5)
+    refused = inbox.inbox.get(timeout=60)
     assert isinstance(refused, Refused)
     assert refused.error.type == "ContextOverflowError"
     assert refused.error.attributes["n_ctx"] == 1024
@@ -147,9 +147,24 @@ def test_checkpoints_take_what_the_plan_leaves_for_them_at_most() -> None:
     assert bytes_of(0, 512) == 512
 
 
-def voluntary_switches(thread_id: int) -> int:
+def asleep(thread_ids: set[int]) -> dict[int, int]:
+    """How often each thread gave up its processor by itself, once all of them sleep for good."""
+    before: list[tuple[str, int]] = []
+    n_same = 0
+    while n_same < 10:
+        now = [status(thread_id) for thread_id in thread_ids]
+        is_same = now == before and all(state == "S" for state, _ in now)
+        n_same = n_same + 1 if is_same else 0
+        before = now
+        time.sleep(0.005)
+    return dict(zip(thread_ids, (n for _, n in before), strict=True))
+
+
+def status(thread_id: int) -> tuple[str, int]:
+    """A thread's state, and how often it gave up its processor by itself."""
     text = Path(f"/proc/self/task/{thread_id}/status").read_text()
-    return int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    state, n = (text.split(f"\n{name}:")[1] for name in ("State", "voluntary_ctxt_switches"))
+    return state.split()[0], int(n.split()[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a thread's counters from /proc")
@@ -160,11 +175,10 @@ def test_frames_that_the_parent_reads_do_not_wake_the_reader() -> None:
     inbox: Any = Inbox()
     Reader(theirs, outbox, Held(), inbox).start(wire.Unframer(), [])
     new = {int(t) for t in set(os.listdir("/proc/self/task")) - before}
-    time.sleep(0.05)
-    counted = {t: voluntary_switches(t) for t in new}
+    counted = asleep(new)
     for _ in range(50):
         theirs.send(b"a step's events")
         ours.recv(1000)
         time.sleep(0.0005)
-    assert {t: voluntary_switches(t) - n for t, n in counted.items()} == dict.fromkeys(new, 0)
+    assert {t: status(t)[1] for t in new} == counted
     ours.detach()  # closing it would end this process

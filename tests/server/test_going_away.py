@@ -232,7 +232,7 @@ def start_cli(home: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("serving "), process.communicate(timeout=10)
+    assert line.startswith("serving "), process.communicate(timeout=60)
     return process, line.rstrip().rsplit(" ", 1)[1].removesuffix("/v1")
 
 
@@ -264,7 +264,7 @@ def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_exits_0(
             text += "".join(chunks)
         assert text.endswith("data: [DONE]\n\n")
         codes = _until_gone(other)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     # The stream may end before the signal is heard.
     assert set(dropwhile(lambda code: code == 200, codes)) <= {503}
@@ -336,7 +336,7 @@ def test_ps_shows_a_server_and_stop_unloads_its_model_and_ends_it(edgellm_home: 
         assert missing.returncode == 3
         stopped = edgellm(edgellm_home, "stop")
         assert stopped.returncode == 0, stopped.stderr
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         assert process.returncode == 0
     finally:
         process.kill()

@@ -210,7 +210,7 @@ def test_a_thousand_malformed_bodies_are_4xx_and_the_server_stays_healthy(
         assert good.status_code == 200
 
 
-def raw(running: Running, data: bytes, *, shut: bool = True, wait: float = 10) -> bytes:
+def raw(running: Running, data: bytes, *, shut: bool = True, wait: float = 60) -> bytes:
     """What the server answers to these bytes."""
     host, port = running.url.removeprefix("http://").rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=wait) as sock:

@@ -32,7 +32,7 @@ async def test_a_server_that_still_loads_its_model_is_waited_for() -> None:
         port = listener.sockets[0].getsockname()[1]
         server = ServerProcess(process, f"http://127.0.0.1:{port}")
         try:
-            await asyncio.wait_for(_answers(server, None), 10)
+            await asyncio.wait_for(_answers(server, None), 60)
         finally:
             await server.stop()
     assert len(asked) == 3
