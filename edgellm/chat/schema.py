@@ -215,7 +215,7 @@ class _Cleaner:
         return False
 
     def _ref(self, value: Any, path: str) -> bool:
-        if isinstance(value, str) and _resolves(self.root, value):
+        if isinstance(value, str) and find(self.root, value) is not None:
             return True
         self.refuse(path, f"{str(value)[:80]!r} is not in this schema")
         return False
@@ -239,7 +239,7 @@ def _mentions(schema: Any, keyword: str) -> bool:
 def _follow(root: Any, schema: Any) -> Any:
     """``schema``, or what its ``$ref`` names."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-    return _find(root, reference) if isinstance(reference, str) else schema
+    return find(root, reference) if isinstance(reference, str) else schema
 
 
 def _are_disjoint(a: Any, b: Any) -> bool:
@@ -296,11 +296,7 @@ def _needs(schema: Mapping[str, Any]) -> list[str]:
     return [n for n in found if isinstance(n, str)] if isinstance(found, list) else []
 
 
-def _resolves(root: Any, reference: str) -> bool:
-    return _find(root, reference) is not None
-
-
-def _find(root: Any, reference: str) -> Any:
+def find(root: Any, reference: str) -> Any:
     """What a reference within the schema names; None when it is nothing there."""
     if not reference.startswith("#"):
         return None

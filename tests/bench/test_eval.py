@@ -108,6 +108,14 @@ def test_a_malformed_variant_is_refused(text: str) -> None:
 # -- own prompts ----------------------------------------------------------------------------------
 
 
+CITY = {"$defs": {"City": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/City"}}}
+TREE = {"properties": {"v": {"type": "integer"}, "kids": {"items": {"$ref": "#"}}}}
+PAIR = {"prefixItems": [{"const": 1}], "items": {"const": 2}}
+OTHERS = {
+    "properties": {"a": {"const": 1}},
+    "patternProperties": {"^x": {"const": 2}},
+    "additionalProperties": {"const": 3},
+}
 SCHEMA = {
     "type": "object",
     "required": ["city"],
@@ -135,8 +143,30 @@ SCHEMA = {
         (Case(json_schema={"minLength": 2}), '"a"', "$ breaks minLength 2"),
         (Case(json_schema={"pattern": "^x"}), '"ax"', "$ does not match '^x'"),
         (Case(json_schema={"const": 1}), "2", "$ is not 1"),
+        (Case(json_schema={"const": {"a": [1]}}), '{"a": [1.0]}', ""),
+        (Case(json_schema={"enum": [0, [1]]}), "[true]", "$ is none of"),
         (Case(json_schema={"additionalProperties": False}), '{"a": 1}', "$ has a beside"),
         (Case(json_schema={"type": "integer"}), "3.0", ""),
+        (Case(json_schema=CITY), '{"a": "Paris"}', ""),
+        (Case(json_schema=CITY), '{"a": 1}', "$.a is not string"),
+        (Case(json_schema=TREE), '{"v": 1, "kids": [{"v": 2}, {"v": 3, "kids": []}]}', ""),
+        (Case(json_schema=TREE), '{"kids": [{"kids": [{"v": "x"}]}]}', "$.kids[0].kids[0].v is"),
+        (Case(json_schema={"anyOf": [{"const": 1}, {"type": "string"}]}), '"x"', ""),
+        (Case(json_schema={"anyOf": [{"const": 1}, {"type": "string"}]}), "2", "$ is none of any"),
+        (Case(json_schema={"oneOf": [{"minimum": 1}, {"minimum": 5}]}), "3", ""),
+        (Case(json_schema={"oneOf": [{"minimum": 1}, {"minimum": 5}]}), "7", "$ is 2 of oneOf"),
+        (Case(json_schema={"oneOf": [{"minimum": 1}, {"minimum": 5}]}), "0", "$ is none of oneOf"),
+        (Case(json_schema={"allOf": [{"minimum": 1}, {"maximum": 5}]}), "6", "$ breaks maximum"),
+        (Case(json_schema={"exclusiveMinimum": 3}), "3", "$ breaks exclusiveMinimum 3"),
+        (Case(json_schema={"multipleOf": 0.1}), "0.3", ""),
+        (Case(json_schema={"multipleOf": 2}), "3", "$ breaks multipleOf 2"),
+        (Case(json_schema={"minProperties": 1}), "{}", "$ breaks minProperties 1"),
+        (Case(json_schema=PAIR), "[1, 2, 2]", ""),
+        (Case(json_schema=PAIR), "[1, 2, 3]", "$[2] is not 2"),
+        (Case(json_schema=OTHERS), '{"a": 1, "xy": 2, "b": 3}', ""),
+        (Case(json_schema=OTHERS), '{"xy": 3}', "$.xy is not 2"),
+        (Case(json_schema=OTHERS), '{"b": 1}', "$.b is not 3"),
+        (Case(json_schema={"properties": {"a": False}}), '{"a": 1}', "$.a may not be there"),
         (Case(), "anything", ""),
     ],
 )
@@ -194,6 +224,15 @@ def test_the_script_of_a_text_is_that_of_most_letters(text: str, script: str) ->
         '{"prompt": "x", "schema": {"required": "city"}}',
         '{"prompt": "x", "schema": {"pattern": "("}}',
         '{"prompt": "x", "schema": {"items": {"$ref": "#/x"}}}',
+        '{"prompt": "x", "schema": {"x-a": {"b": 1}, "items": {"$ref": "#/x-a"}}}',
+        '{"prompt": "x", "schema": {"items": {"$ref": 1}}}',
+        '{"prompt": "x", "schema": {"$defs": {"a": {"nonsense": 1}}}}',
+        '{"prompt": "x", "schema": {"anyOf": []}}',
+        '{"prompt": "x", "schema": {"anyOf": [{"type": "strng"}]}}',
+        '{"prompt": "x", "schema": {"$ref": "#"}}',
+        '{"prompt": "x", "schema": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}',
+        '{"prompt": "x", "schema": {"patternProperties": {"(": {}}}}',
+        '{"prompt": "x", "schema": {"multipleOf": 0}}',
     ],
 )
 def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, line: str) -> None:
