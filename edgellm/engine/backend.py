@@ -57,6 +57,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A step's sequences are computed together only as far as they have equally many tokens
     (llama_batch_allocr::split_equal): each has cells, or a state, of its own."""
     can_shift: bool = True
+    can_rewind: bool = True
+    """A sequence's last tokens can be taken back; else it goes on from what it has, or from 0."""
     attached_top_k: int = 0
     """Candidates an attached sampler leaves; 0: every slot sees all logits."""
     is_async: bool = False
@@ -124,7 +126,7 @@ class Backend(Protocol):
         """A draft model's k next tokens for each (seq_id, all its tokens); empty without one."""
 
     def seq_rm(self, seq_id: int, start: int) -> bool:
-        """Forget positions from ``start`` on; False when the cache cannot forget a part."""
+        """Forget positions from ``start`` on; False when the cache cannot (``can_rewind``)."""
 
     def seq_cp(self, source: int, target: int, n: int) -> None:
         """Let ``target`` hold the first n cells of ``source`` too."""

@@ -62,12 +62,14 @@ class Costs:
         self._saved_n = self._saved_n * FADE + n
         self._saved_s = self._saved_s * FADE + seconds
 
-    @property
-    def is_saving_cheap(self) -> bool:
-        """Whether a state costs much less to save than to compute; True while that is not known."""
-        if self._n_saves < FEW_SAVES or not self._x:
-            return True
-        return self._saved_s / self._saved_n <= CHEAP * self._y / self._x
+    def save_s(self, n: int) -> float:
+        """Saving the state of ``n`` tokens, or putting it back; 0 while that is not known."""
+        return n * self._saved_s / self._saved_n if self._n_saves >= FEW_SAVES else 0.0
+
+    def is_worth_saving(self, n: int, n_spared: int) -> bool:
+        """Whether copying a state of ``n`` tokens takes much less than computing ``n_spared`` of
+        them; True while that is not known."""
+        return not self._x or self.save_s(n) <= CHEAP * n_spared * self._y / self._x
 
     def decode_s(self, n: int) -> float:
         """A step of ``n`` decodes alone; 0 when none was seen yet."""

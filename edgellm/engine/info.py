@@ -41,8 +41,11 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """The mean length of an answer; 0: the model never ends by itself."""
     n_embd: int = 16
     share: Literal["cells", "checkpoint", "none"] = "cells"
-    """How prefixes can be shared: as a full-attention, a recurrent or a split cache would."""
+    """How prefixes can be shared: by cells, by saved states, or not at all."""
     can_shift: bool = True
+    can_rewind: bool = False
+    """With saved states: a cache for each sequence, which takes tokens back; else a recurrent one.
+    """
     is_async: bool = False
     """The step is computed elsewhere, as a GPU does."""
     faults: tuple[Fault, ...] = ()

@@ -279,6 +279,8 @@ class Loop:
             seq.sampler = None
 
     def _finish(self, seq: Sequence) -> None:
+        if self.scheduler.should_save(seq):
+            self._save_checkpoint(seq)
         if seq.request.pin_prefix and seq.index == 0:
             self._finish_pinned(seq)
         else:
@@ -353,12 +355,16 @@ class Loop:
                 backend.seq_rm(op.seq_id, op.start)
             elif isinstance(op, Shift):
                 backend.seq_shift(op.seq_id, op.start, op.n)
-            elif isinstance(op, Restore):
-                saved = self.scheduler.checkpoints.get(op.key)
-                if saved is None or not backend.state_set(op.seq_id, saved.state):
-                    backend.seq_rm(op.seq_id, 0)
-                    is_good = not self.scheduler.restore_failed(op) and is_good
+            elif not self._restore(op):
+                backend.seq_rm(op.seq_id, 0)
+                is_good = not self.scheduler.restore_failed(op) and is_good
         return is_good
+
+    def _restore(self, op: Restore) -> bool:
+        saved = self.scheduler.checkpoints.get(op.key)
+        if saved is None or not self.backend.state_set(op.seq_id, saved.state):
+            return False
+        return op.n == len(saved.tokens) or self.backend.seq_rm(op.seq_id, op.n)
 
     def _decode(self, work: list[sched.Work]) -> int:
         spans = []
@@ -397,7 +403,7 @@ class Loop:
                 rows.append(at + w.n - 1)
                 seqs.append(w.seq)
             if w.seq.n_computed == w.seq.checkpoint_at:
-                self._save_checkpoint(w.seq)
+                self._pass_checkpoint(w.seq)
             at += w.n + len(w.draft)
         ahead = [(at, w) for w, at in guessed if _chooses_freely(w.seq)]
         ahead_rows = [at + i for at, w in ahead for i in range(w.n_out)]
@@ -455,8 +461,12 @@ class Loop:
                 token = seq.tokens[position]
                 seq.prompt_logprobs.append(self.backend.logprobs(at + i, token, k))
 
-    def _save_checkpoint(self, seq: Sequence) -> None:
+    def _pass_checkpoint(self, seq: Sequence) -> None:
         seq.checkpoint_at, seq.checkpoint_next = seq.checkpoint_next, 0
+        if self.scheduler.may_pause(seq):
+            self._save_checkpoint(seq)
+
+    def _save_checkpoint(self, seq: Sequence) -> None:
         if seq.n_computed > self.scheduler.checkpoints.n_most:
             return
         began = time.monotonic()

@@ -31,10 +31,12 @@ class Shift(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Put a checkpoint (by its key) back into the seq_id that ``seq`` has got."""
+    """Put the first ``n`` tokens of a checkpoint (by its key) back into the seq_id that ``seq``
+    has got."""
 
     seq_id: int
     key: int
+    n: int
     seq: Sequence
 
 

@@ -70,7 +70,7 @@ class Scheduler:
         self.costs = Costs()
         self._ops: list[Op] = []
         self.cells = Cells(limits, options, self._ops)
-        self.checkpoints = Checkpoints(options, self._ops)
+        self.checkpoints = Checkpoints(options, self._ops, self.costs, can_rewind=limits.can_rewind)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         stores: dict[str, Cells | Checkpoints] = {
@@ -284,9 +284,7 @@ class Scheduler:
         if not calm or not costs.token_s:
             return max(MIN_CHUNK, most // FIRST_SHARE)
         crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(beside))
-        extra = (self.options.itl_factor - 1) * calm * crowd
-        if self.options.itl_target_s is not None:
-            extra = max(extra, self.options.itl_target_s - calm)
+        extra = self._spare_s(len(beside), crowd)
         least = min(MIN_CHUNK, max(LEAST_CHUNK, int(STALL_S / costs.token_s)))
         n = min(most, max(least, int((extra - costs.fixed_s) / costs.token_s)))
         # A step of the shape of the one before it is captured as a CUDA graph (ggml-cuda.cu): 6 ms
@@ -294,6 +292,13 @@ class Scheduler:
         n -= n == self._last_chunk and n > 1
         self._last_chunk = n
         return n
+
+    def _spare_s(self, n_decode: int, crowd: float = 1.0) -> float:
+        """How much longer a step that carries so many streams may be than theirs alone."""
+        calm = self.costs.decode_s(n_decode)
+        spare = (self.options.itl_factor - 1) * calm * crowd
+        target = self.options.itl_target_s
+        return spare if target is None else max(spare, target - calm)
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -423,10 +428,22 @@ class Scheduler:
             return 0, "asked_not_to"
         if self._prefixes is None:
             return 0, "split_cache"
-        found = self._prefixes.share(seq, limit)
-        if self._prefixes is self.checkpoints:
-            self.checkpoints.plan(seq, limit, found[0], ends=self.costs.is_saving_cheap)
-        return found
+        return self._prefixes.share(seq, limit)
+
+    def may_pause(self, seq: Sequence) -> bool:
+        """Whether a state may be saved now: nobody is kept long by it, or somebody waits for it."""
+        others = [s for s in self.running if s is not seq and s.is_decoding]
+        if not others or seq in self._awaited:
+            return True
+        return self.costs.save_s(seq.n_computed) <= max(STALL_S, self._spare_s(len(others)))
+
+    def should_save(self, seq: Sequence) -> bool:
+        """Whether what a sequence leaves should be saved, its answer too: for the conversation's
+        next turn, while nobody else is there to wait for it."""
+        if self._prefixes is not self.checkpoints or not self.limits.can_rewind or seq.n_slid:
+            return False
+        is_alone = self.running == [seq] and not self.waiting
+        return is_alone and self._may_share(seq) and self.checkpoints.lacks(seq)
 
     def restore_failed(self, op: Restore) -> bool:
         """A checkpoint could not be put back: its sequence computes its prompt after all. False
@@ -453,7 +470,7 @@ class Scheduler:
             self.cells.shift(seq.slot, n_keep, n_drop)
             seq.n_computed -= n_drop
             return
-        seq.n_computed = min(n_keep, seq.n_computed) if shared else 0
+        seq.n_computed = min(n_keep, seq.n_computed) if self.limits.can_rewind else 0
         self.cells.shorten(seq.slot, seq.n_computed)
 
     def _miss(self, seq: Sequence, reason: str) -> None:

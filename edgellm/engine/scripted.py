@@ -297,7 +297,7 @@ class ScriptedBackend:
 
     def seq_rm(self, seq_id: int, start: int) -> bool:
         held = self.cells.get(seq_id, [])
-        if self.limits.sharing == "checkpoint" and 0 < start < len(held):
+        if not self.limits.can_rewind and 0 < start < len(held):
             return False
         self._release(held[start:])
         del held[start:]
@@ -384,6 +384,7 @@ def _limits(plan: Plan, options: EngineOptions) -> Limits:
         retained_ids=retained,
         sharing=sharing,
         can_shift=options.script.can_shift,
+        can_rewind=sharing != "checkpoint" or options.script.can_rewind,
         attached_top_k=attached,
         is_async=options.script.is_async,
     )

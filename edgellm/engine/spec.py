@@ -74,7 +74,7 @@ class Speculation:
     """Whether to guess now: measured against steps of as many sequences without guesses."""
 
     def __init__(self, backend: Backend, options: EngineOptions) -> None:
-        self.can_rewind = backend.limits.sharing != "checkpoint"
+        self.can_rewind = backend.limits.can_rewind
         self.mode = options.spec if self.can_rewind else "off"
         self._backend = backend
         self._drafts = options.spec in ("draft", "auto") and backend.has_draft

@@ -71,14 +71,15 @@ def test_where_tokens_cost_the_same_in_any_step_one_prompt_is_enough() -> None:
     assert costs.enough == 1
 
 
-def test_a_state_is_cheap_to_save_until_a_few_have_taken_long() -> None:
+def test_a_state_is_worth_saving_until_a_few_have_taken_long() -> None:
     costs = Costs()
     costs.observe(0, 100, 0.020)
     for _ in range(2):
         costs.observe_save(100, 0.018)
-        assert costs.is_saving_cheap
+        assert costs.is_worth_saving(100, 100)
     costs.observe_save(100, 0.018)
-    assert not costs.is_saving_cheap
+    assert not costs.is_worth_saving(100, 100)
     for _ in range(20):
         costs.observe_save(100, 0.002)
-    assert costs.is_saving_cheap
+    assert costs.is_worth_saving(100, 100)
+    assert not costs.is_worth_saving(100, 1)

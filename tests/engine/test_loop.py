@@ -19,6 +19,7 @@ from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.engine.loop import Withdrawn
 from edgellm.engine.score import ScoreJob
+from edgellm.engine.scripted import tokenize
 from edgellm.engine.worker import vocabulary_of
 from edgellm.errors import EngineError, InvalidRequestError
 from edgellm.request import (
@@ -33,6 +34,13 @@ from edgellm.request import (
 from tests.engine.factories import request
 from tests.engine.simulate import Simulation, alone
 
+CACHES: dict[str, dict[str, Any]] = {
+    "cells": {},
+    "states": {"share": "checkpoint"},
+    "states of caches that can rewind": {"share": "checkpoint", "can_rewind": True},
+    "nothing": {"share": "none"},
+}
+"""What sequences can share, by the kind of cache."""
 LONG = "the of and to in is it that for was on are as with his they be at one have this "
 
 
@@ -353,7 +361,7 @@ def test_what_saving_a_state_takes_is_no_part_of_what_its_prompt_cost(
         simulation.add(request(f"{tail} " * 20 + LONG, max_tokens=1))
         simulation.run()
     # A prompt takes two steps, 0.04 s: most of that is not cheap.
-    assert not simulation.loop.scheduler.costs.is_saving_cheap
+    assert not simulation.loop.scheduler.costs.is_worth_saving(60, 60)
 
 
 def test_a_third_prompt_begins_where_two_others_parted() -> None:
@@ -370,6 +378,48 @@ def test_a_third_prompt_begins_where_two_others_parted() -> None:
         cached.append(usage.n_cached)
     assert cached[:2] == [0, 0]
     assert cached[2] >= 60
+
+
+def test_a_second_prompt_begins_where_it_parts_from_one_whose_cache_can_rewind() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", can_rewind=True))
+    first, second = (request(LONG * 3 + f"{t} " * 6, max_tokens=5) for t in ("one", "two"))
+    for r in (first, second):
+        simulation.add(r)
+        simulation.run()
+        assert simulation.text(r.id) == alone(r)
+    assert simulation.last(second.id).usage.n_cached >= 60  # type: ignore[union-attr]
+
+
+def test_a_conversations_next_turn_begins_after_the_answer() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", can_rewind=True, answer_tokens=0))
+    first = request(LONG * 2, max_tokens=20)
+    simulation.add(first)
+    simulation.run()
+    whole = tuple(tokenize(first.prompt)) + tuple(simulation.ids(first.id))
+    again = request((*whole, *tokenize("and then")), max_tokens=5)
+    simulation.add(again)
+    simulation.run()
+    assert simulation.last(again.id).usage.n_cached == len(whole) - 1  # type: ignore[union-attr]
+    assert len(simulation.loop.scheduler.checkpoints) == 1  # the prompt's own was let go
+
+
+def test_a_state_that_takes_long_to_save_keeps_no_stream_waiting() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", answer_tokens=0), n_ctx=4096)
+    scheduler = simulation.loop.scheduler
+    running = request("a stream", max_tokens=200)
+    simulation.add(running)
+    while not simulation.events.get(running.id):
+        simulation.turn()
+    scheduler.costs.observe(1, 0, 0.010)
+    for _ in range(3):
+        scheduler.costs.observe_save(1, 0.1)
+    scheduler.costs.observe(0, 1, 10.0)
+    long = request(LONG * 4, max_tokens=1)
+    simulation.add(long)
+    while not simulation.events.get(long.id):
+        simulation.turn()
+    assert scheduler.running
+    assert len(scheduler.checkpoints) == 0
 
 
 def test_prompts_that_begin_alike_and_come_together_wait_for_one_of_them() -> None:
@@ -409,11 +459,10 @@ def test_a_cancelled_first_leaves_nobody_waiting_for_its_state() -> None:
     assert simulation.text(second.id) == alone(second)
 
 
-@pytest.mark.parametrize("share", ["cells", "checkpoint", "none"])
-def test_every_kind_of_cache_gives_the_same_text(share: str) -> None:
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_kind_of_cache_gives_the_same_text(cache: str) -> None:
     requests = [request(LONG * 2 + f"{i}", max_tokens=30) for i in range(6)]
-    script = Script(share=share)  # type: ignore[arg-type]
-    simulation = Simulation(script=script, n_ctx=512, n_ctx_seq=256)
+    simulation = Simulation(script=Script(**CACHES[cache]), n_ctx=512, n_ctx_seq=256)
     for r in requests:
         simulation.add(r)
     simulation.run()
@@ -551,15 +600,15 @@ def test_an_exception_in_a_step_ends_requests_but_not_the_loop() -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(["cells", "checkpoint", "none"]))
-def test_nothing_leaks_whatever_comes(seed: int, share: str) -> None:
-    run_random(seed, 25, share)
+@given(st.integers(0, 2**32), st.sampled_from(sorted(CACHES)))
+def test_nothing_leaks_whatever_comes(seed: int, cache: str) -> None:
+    run_random(seed, 25, cache)
 
 
-def run_random(seed: int, n_requests: int, share: str = "cells") -> Simulation:
+def run_random(seed: int, n_requests: int, cache: str = "cells") -> Simulation:
     """Random requests on a small context; every invariant after every step; empty at the end."""
     numbers = random.Random(seed)
-    script = Script(answer_tokens=20, share=share)  # type: ignore[arg-type]
+    script = Script(answer_tokens=20, **CACHES[cache])
     options = EngineOptions(
         seed=seed, script=script, spec=numbers.choice(["off", "auto"]), max_waiting=n_requests
     )
@@ -750,12 +799,12 @@ def test_what_ended_before_a_close_is_told() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(["cells", "checkpoint", "none"]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from(sorted(CACHES)), st.booleans())
 def test_whatever_fails_or_is_cancelled_each_text_is_told_once_and_in_order(
-    seed: int, share: str, is_async: bool
+    seed: int, cache: str, is_async: bool
 ) -> None:
     rng = random.Random(seed)
-    simulation, requests = faulty(rng, share, is_async=is_async)
+    simulation, requests = faulty(rng, cache, is_async=is_async)
     for r in requests:
         events = simulation.events[r.id]
         assert [e.is_last for e in events] == [False] * (len(events) - 1) + [True]
@@ -767,7 +816,7 @@ def test_whatever_fails_or_is_cancelled_each_text_is_told_once_and_in_order(
     assert not simulation.loop.output.events
 
 
-def faulty(rng: random.Random, share: str, *, is_async: bool) -> tuple[Simulation, list[Request]]:
+def faulty(rng: random.Random, cache: str, *, is_async: bool) -> tuple[Simulation, list[Request]]:
     """Random requests over a backend that fails now and then, some cancelled; run to the end."""
     faults = tuple(
         Fault(
@@ -777,7 +826,7 @@ def faulty(rng: random.Random, share: str, *, is_async: bool) -> tuple[Simulatio
         )
         for _ in range(rng.randrange(6))
     )
-    script = Script(is_async=is_async, share=share, faults=faults)  # type: ignore[arg-type]
+    script = Script(is_async=is_async, faults=faults, **CACHES[cache])
     options = EngineOptions(
         seed=1,
         script=script,

@@ -7,8 +7,6 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.engine.checkpoints import Checkpoints
-from edgellm.engine.info import EngineOptions
 from edgellm.engine.prefix import PrefixTree, common_prefix
 
 
@@ -114,19 +112,6 @@ def common(prompt: list[int], held: list[tuple[int, object]]) -> int:
     while n < min(len(prompt), len(held)) and prompt[n] == held[n][0]:
         n += 1
     return n
-
-
-def test_checkpoints_give_the_longest_whole_one_and_forget_the_oldest() -> None:
-    saved = Checkpoints(EngineOptions(checkpoint_bytes=250), [])
-    saved.add(ids(1, 2), b"x" * 100)
-    saved.add(ids(1, 2, 3), b"y" * 100)
-    found = saved.match(ids(1, 2, 3, 4), 3)
-    assert found is not None
-    assert found.state[:1] == b"y"
-    assert saved.match(ids(1, 2, 9), 2) is not None  # used: the other one is older now
-    saved.add(ids(7), b"z" * 100)
-    assert saved.match(ids(1, 2, 3, 4), 4) == saved.match(ids(1, 2), 2)
-    assert saved.n_bytes == 200
 
 
 def test_cells_shared_by_retained_prefixes_alone_count_once() -> None:

@@ -106,6 +106,6 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_short() -> None:
 
 
 def test_a_cache_that_cannot_rewind_says_why_nothing_is_guessed() -> None:
-    spec = speculation(sharing="checkpoint")
+    spec = speculation(sharing="checkpoint", can_rewind=False)
     assert spec.status == "off: the cache cannot take tokens back"
     assert guesses(spec, 1) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,35 @@ def test_too_few_cells_for_all_change_no_token() -> None:
         stats = simulation.loop.stats()
         assert stats.preemptions >= 1
         assert stats.cells_used == 0
+
+
+async def test_in_caches_of_their_own_a_prompt_begins_with_a_part_of_a_saved_state() -> None:
+    plan = starter_plan(n_ctx=4096, n_ctx_seq=1024, kv_unified=False)
+    engine = await Engine.load(plan)
+    try:
+        for n, sure in enumerate(SURE[:3]):
+            prompt = LONG + sure
+            events = await collect(engine, request(prompt, max_tokens=20))
+            assert ids(events) == library_greedy(prompt, 20)
+            usage = events[-1].usage
+            assert usage is not None
+            assert (usage.n_cached > 100) is (n > 0)
+        together = [request(LONG + p, max_tokens=20) for p in SURE[:3]]
+        results = await asyncio.gather(*(collect(engine, r) for r in together))
+        assert [ids(r) for r in results] == [library_greedy(LONG + p, 20) for p in SURE[:3]]
+        assert (await engine.stats()).prefix_hits == 5
+    finally:
+        await engine.close()
+
+
+async def test_in_caches_of_their_own_guesses_are_taken_back_and_change_no_token() -> None:
+    plan = starter_plan(n_ctx=2048, n_ctx_seq=512, kv_unified=False, n_outputs_max=24)
+    engine = await Engine.load(plan, options=EngineOptions(spec="ngram", spec_min_gain=-9.0))
+    try:
+        assert await greedy_ids(engine, list(SURE)) == [library_greedy(p, 24) for p in SURE]
+        assert (await engine.stats()).drafted_tokens > 0
+    finally:
+        await engine.close()
 
 
 async def test_the_choices_of_one_request_compute_their_prompt_once() -> None:

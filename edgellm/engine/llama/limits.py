@@ -32,13 +32,14 @@ def _keeps_states(model: Any) -> bool:
     return bool(lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model))
 
 
+def _can_rewind(plan: Plan, model: Any) -> bool:
+    """Whether every token of a sequence has cells of its own, the old ones too."""
+    has_window = lib.llama_model_n_swa(model) > 0 and not plan.params.swa_full
+    return not (has_window or _keeps_states(model))
+
+
 def _sharing(plan: Plan, model: Any) -> str:
-    p = plan.params
-    if _keeps_states(model):
-        return "checkpoint"
-    if lib.llama_model_n_swa(model) > 0 and not p.swa_full:
-        return "checkpoint"
-    return "cells" if p.kv_unified else "checkpoint"
+    return "cells" if _can_rewind(plan, model) and plan.params.kv_unified else "checkpoint"
 
 
 def _attached_top_k(plan: Plan, options: EngineOptions, sharing: str, n_vocab: int) -> int:
@@ -86,6 +87,7 @@ def planned_limits(plan: Plan, options: EngineOptions, model: Any) -> Limits:
         retained_ids=tuple(range(first, MAX_SEQ)) if sharing == "cells" else (),
         retain_cells=_retain_cells(plan),
         sharing=sharing,
+        can_rewind=_can_rewind(plan, model),
         is_split=n > 1 and (not p.kv_unified or _keeps_states(model)),
         attached_top_k=top_k,
         is_async=is_whole_on_gpu(plan),
