@@ -82,19 +82,30 @@ Send = Callable[[wire.FromChild], None]
 
 
 class Loop:
-    """Runs until Close comes. ``inbox`` may be fed by any thread; ``send`` must not block."""
+    """Runs until Close comes. ``inbox`` may be fed by any thread; ``send`` must not block.
 
-    def __init__(self, backend: Backend, options: EngineOptions, send: Send) -> None:
+    What steps took decides about chunks, guesses and saved states; ``clock`` measures it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: EngineOptions,
+        send: Send,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.backend = backend
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.scheduler = sched.Scheduler(backend.limits, options)
-        self.output = Output(backend)
+        self.output = Output(backend, clock)
         self.meter = Meter()
         self.chooser = Chooser(backend)
         self.spec = Speculation(backend, options)
         self._send = send
+        self._clock = clock
         self._random = random.Random(options.seed)
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._embeds: list[EmbedJob | ScoreJob] = []
         self._embedding: EmbedJob | ScoreJob | None = None
         self._pins = PinStore(options.pin_dir, backend.info)
@@ -265,7 +276,7 @@ class Loop:
         if group is None:
             return
         self.meter.cancelled += 1
-        now = time.monotonic()
+        now = self._clock()
         for seq in group.sequences:
             if seq.state is not State.FINISHED:
                 self._let_go(seq)
@@ -302,7 +313,7 @@ class Loop:
     # -- one step ----------------------------------------------------------------------------
 
     def _step(self) -> None:
-        t0 = time.monotonic()
+        t0 = self._clock()
         self._guess()
         step = self.scheduler.schedule(t0)
         is_good = self._apply(step.ops)
@@ -311,14 +322,14 @@ class Loop:
             self._finish(seq)
         if not is_good or not step.work:
             return
-        t1 = time.monotonic()
+        t1 = self._clock()
         code = self._decode(step.work)
-        t2 = time.monotonic()
+        t2 = self._clock()
         if code != OK:
             self._recover(step, code)
             return
         n_decode = self._update(step.work)
-        t3 = time.monotonic()
+        t3 = self._clock()
         self._measure(step, n_decode, (t0, t1, t2, t3))
         # Where the device computes alone, the next step is on its way before this one is told.
         self._delivers_later = self.backend.limits.is_async and self.scheduler.has_work
@@ -409,7 +420,7 @@ class Loop:
         ahead_rows = [at + i for at, w in ahead for i in range(w.n_out)]
         ahead_seqs = [w.seq for _, w in ahead for _ in range(w.n_out)]
         tokens = self.chooser.pick_all(rows + ahead_rows, seqs + ahead_seqs)
-        self._sampled_at = now = time.monotonic()
+        self._sampled_at = now = self._clock()
         for row, seq, token in zip(rows, seqs, tokens, strict=False):
             if seq.state is State.RUNNING:
                 seq.draft = []  # guesses that found no room began with this token
@@ -433,7 +444,7 @@ class Loop:
             if token is None:
                 token = self.chooser.pick(first + i, seq)
             n += 1
-            self._take(seq, first + i, token, time.monotonic())
+            self._take(seq, first + i, token, self._clock())
             if seq.state is not State.RUNNING:
                 break
             if i == len(w.draft) or token != w.draft[i]:
@@ -446,7 +457,7 @@ class Loop:
         seq.n_accepted += n - 1
         self.meter.drafted_tokens += len(w.draft)
         self.meter.accepted_tokens += n - 1
-        self._sampled_at = time.monotonic()
+        self._sampled_at = self._clock()
         return n
 
     def _read_prompt(self, w: sched.Work, at: int) -> None:
@@ -469,9 +480,9 @@ class Loop:
     def _save_checkpoint(self, seq: Sequence) -> None:
         if seq.n_computed > self.scheduler.checkpoints.n_most:
             return
-        began = time.monotonic()
+        began = self._clock()
         state = self.backend.state_get(seq.slot)
-        took = time.monotonic() - began
+        took = self._clock() - began
         self._saving_s += took
         self.scheduler.costs.observe_save(seq.n_computed, took)
         self.scheduler.checkpoints.add(seq.tokens[: seq.n_computed], state)
@@ -593,7 +604,7 @@ class Loop:
 
     def stats(self) -> EngineStats:
         """Everything the loop knows of itself, now."""
-        now = time.monotonic()
+        now = self._clock()
         meter, scheduler = self.meter, self.scheduler
         prefill_tps, decode_tps = meter.rates(now)
         states = [s.state for s in scheduler.waiting]

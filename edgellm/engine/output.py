@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -81,7 +82,8 @@ class Group:
 class Output:
     """Collects the events of a step."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._piece = backend.piece
         self._pieces: dict[int, bytes] = {}
         self._eog = frozenset(backend.info.eog_ids)
@@ -99,7 +101,7 @@ class Output:
         """Tell a client that wants it how far its prompt was read."""
         if not seq.request.wants_progress or seq.token_times or seq.index:
             return
-        seconds = time.monotonic() - (seq.scheduled or seq.arrival)
+        seconds = self._clock() - (seq.scheduled or seq.arrival)
         read = Progress(seq.n_prompt, seq.n_cached, n_computed, seconds)
         self.events.append(TokenEvent(request_id=seq.request.id, progress=read))
 

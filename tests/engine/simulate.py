@@ -6,7 +6,6 @@ the machine is.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +38,14 @@ class Simulation:
         options = options or EngineOptions(seed=1, script=script or Script())
         self.backend = backend or ScriptedBackend(plan(**params), options, lambda progress: None)
         self.events: dict[str, list[TokenEvent]] = {}
-        self.loop = Loop(self.backend, options, self._collect)
+        # Steps take what they do, not what the machine takes for them: that decides about guesses.
+        self.now = 0.0
+        self.loop = Loop(self.backend, options, self._collect, clock=self.clock)
+
+    def clock(self) -> float:
+        """Seconds; a millisecond has gone by whenever somebody looks."""
+        self.now += 0.001
+        return self.now
 
     def _collect(self, message: wire.FromChild) -> None:
         if isinstance(message, wire.Events):
@@ -52,7 +58,7 @@ class Simulation:
             ids = self.backend.tokenize(ids, add_special=True, parse_special=True)
         prompt = array("i", ids)
         turns = turn_tokens(self.backend, request, prompt)
-        self.loop.inbox.put(Arrived(request, prompt, time.monotonic(), turns, constraint))
+        self.loop.inbox.put(Arrived(request, prompt, self.clock(), turns, constraint))
 
     def cancel(self, request_id: str) -> None:
         self.loop.inbox.put(wire.Cancel(request_id))

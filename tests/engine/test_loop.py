@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,12 +343,10 @@ def test_what_saving_a_state_takes_is_no_part_of_what_its_prompt_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = Simulation(script=Script(share="checkpoint"))
-    now = [100.0]
-    monkeypatch.setattr("edgellm.engine.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def taking(seconds: float, call: Any) -> Any:
         def slow(*args: Any) -> Any:
-            now[0] += seconds
+            simulation.now += seconds
             return call(*args)
 
         return slow
