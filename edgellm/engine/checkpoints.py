@@ -79,10 +79,14 @@ class Checkpoints:
 
     def coming(self, other: Sequence, tokens: array[int], limit: int) -> int:
         """How many of the first tokens will be saved once ``other`` has computed them; 0: none."""
-        at, most = other.checkpoint_at, min(limit, self.n_most)
-        if other.n_computed >= at or at > most or common_prefix(other.tokens, tokens) < at:
+        at = other.checkpoint_at
+        if not other.n_computed < at <= self.n_most:
             return 0
-        return at
+        same = min(common_prefix(other.tokens, tokens), at, limit)
+        if not self._can_rewind:
+            return at if same == at else 0
+        # It is saved with the whole of the other's prompt: not too long a wait for what it spares.
+        return same if same >= max(self._least, at - same) else 0
 
     def cached(self, tokens: array[int], limit: int) -> int:
         """How many of the first tokens are saved, where others may be saved soon."""
@@ -100,16 +104,19 @@ class Checkpoints:
         return n, ""
 
     def _plan(self, seq: Sequence, limit: int, n_saved: int) -> None:
-        """Save the prompt's end, for the conversation's next turn, where that is cheap; and before
-        it where it parts from another prompt, for a third that begins like both.
+        """Save the prompt's end, for the conversation's next turn, where that is cheap; and where
+        it parts from another prompt, for a third that begins like both, if that is not the same.
         """
-        ends = self._costs.is_worth_saving(limit, limit - n_saved)
+        # Where the last token can be taken back, the whole prompt is saved: no step for that one.
+        end = len(seq.tokens) if self._can_rewind else limit
+        ends = self._costs.is_worth_saving(end, end - n_saved)
         alike = [common_prefix(other, seq.tokens) for other in self._recent]
         # One that holds all of this prompt (itself, when it was preempted) parts nowhere from it.
         same = max((n for n in alike if n <= limit), default=0)
-        most = min(limit, self.n_most)
-        wanted = (same, limit) if ends else (same,)
-        points = [n for n in wanted if self._least <= n <= most and n > n_saved]
+        wanted = [end] if ends else []
+        if not (ends and self._can_rewind):
+            wanted.insert(0, same)
+        points = [n for n in wanted if max(self._least, n_saved + 1) <= n <= self.n_most]
         seq.checkpoint_at, seq.checkpoint_next = (*dict.fromkeys(points), 0, 0)[:2]
         if not any(other is seq.tokens for other in self._recent):
             self._recent.append(seq.tokens)

@@ -387,6 +387,17 @@ def test_a_second_prompt_begins_where_it_parts_from_one_whose_cache_can_rewind()
     assert simulation.last(second.id).usage.n_cached >= 60  # type: ignore[union-attr]
 
 
+def test_a_new_prefix_of_many_is_computed_once_where_caches_can_rewind() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", can_rewind=True), n_batch=32)
+    wave = [request(LONG * 3 + f"{i} " * 6, max_tokens=4) for i in range(4)]
+    for r in wave:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
+    usages = [simulation.last(r.id).usage for r in wave]
+    assert [u.n_cached >= 60 for u in usages if u is not None] == [False, True, True, True]
+
+
 def test_a_conversations_next_turn_begins_after_the_answer() -> None:
     simulation = Simulation(script=Script(share="checkpoint", can_rewind=True, answer_tokens=0))
     first = request(LONG * 2, max_tokens=20)

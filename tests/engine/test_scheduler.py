@@ -486,10 +486,10 @@ def test_guesses_leave_a_prompt_its_tokens_of_a_small_budget() -> None:
 
 
 def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> None:
-    split = limits(
-        sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True
+    recurrent = limits(
+        sharing="checkpoint", can_rewind=False, retained_ids=(), n_ctx_seq=256, n_cells=1024
     )
-    scheduler = Scheduler(split, EngineOptions())
+    scheduler = Scheduler(recurrent, EngineOptions())
     text = list(range(40))
     running(scheduler, [*text, *[1] * 10])
     first = sequence([*text, *[2] * 10])
@@ -502,11 +502,29 @@ def test_a_prompt_parts_from_others_and_not_from_one_that_holds_all_of_it() -> N
     assert len(scheduler.checkpoints._recent) == 2
 
 
-def test_where_saving_takes_as_long_as_reading_only_where_prompts_part_is_saved() -> None:
+def test_where_the_last_token_can_be_taken_back_no_prompt_is_cut_for_its_state() -> None:
     split = limits(
         sharing="checkpoint", retained_ids=(), n_ctx_seq=256, n_cells=1024, is_split=True
     )
     scheduler = Scheduler(split, EngineOptions())
+    text = list(range(40))
+    first = sequence([*text, *[1] * 10])
+    scheduler.add([first])
+    assert [w.n for w in scheduler.schedule(0.0).work] == [50]
+    assert (first.checkpoint_at, first.checkpoint_next) == (50, 0)
+    alike, other = sequence([*text, *[2] * 10]), sequence([*text[:20], *[3] * 30])
+    scheduler.add([alike, other])
+    scheduler.schedule(0.0)
+    # The first one's own tokens are waited for where that spares more than it costs.
+    assert scheduler.waiting == [alike]
+    assert other in scheduler.running
+
+
+def test_where_saving_takes_as_long_as_reading_only_where_prompts_part_is_saved() -> None:
+    recurrent = limits(
+        sharing="checkpoint", can_rewind=False, retained_ids=(), n_ctx_seq=256, n_cells=1024
+    )
+    scheduler = Scheduler(recurrent, EngineOptions())
     scheduler.costs.observe(0, 100, 0.020)
     for _ in range(3):
         scheduler.costs.observe_save(100, 0.018)
