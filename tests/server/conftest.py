@@ -89,10 +89,10 @@ class Running:
 
     def call(self, make: Callable[[], Any]) -> Any:
         """Run a coroutine on the server's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(60)
 
     def client(self, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **more)
+        return httpx.Client(base_url=self.url, timeout=60, **more)
 
 
 def default_settings(**serve_settings: Any) -> Settings:

@@ -116,7 +116,7 @@ def test_a_host_name_that_is_not_this_machines_is_refused(http: httpx.Client, ho
 
 def test_a_load_balancers_check_over_http_1_0_needs_no_host_header(scripted: Running) -> None:
     host, port = scripted.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from edgellm.engine.info import EngineOptions, Script
@@ -42,7 +41,10 @@ def running() -> Iterator[Running]:
 
 
 def streamed(running: Running, path: str, body: dict[str, Any]) -> list[str]:
-    with httpx.stream("POST", running.url + path, json={**body, "stream": True}) as answer:
+    with (
+        running.client() as client,
+        client.stream("POST", path, json={**body, "stream": True}) as answer,
+    ):
         assert answer.status_code == 200, answer.read()
         lines = [_CHANGING.sub(r'"\1":0', line) for line in answer.iter_lines() if line]
     # The answers of several choices or prompts mix as they come.

@@ -253,8 +253,8 @@ def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_exits_0(
     process, url = start_cli(edgellm_home, "--engine", "scripted")
     body = {**LONG, "max_tokens": 1800, "stream": True}
     with (
-        httpx.Client(base_url=url, timeout=30) as client,
-        httpx.Client(base_url=url, timeout=30) as other,
+        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=60) as other,
     ):
         assert other.get("/health").status_code == 200
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -297,7 +297,7 @@ def loading_server() -> tuple[asyncio.Task[None], Server, str, list[str]]:
 
 async def test_while_the_first_model_loads_health_says_so_and_requests_wait() -> None:
     task, server, url, ready = loading_server()
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         early = await client.get("/health")
         assert (early.status_code, early.json()["error"]["message"]) == (503, "Loading model")
         (model,) = (await client.get("/v1/models")).json()["data"]
@@ -314,7 +314,7 @@ async def test_while_the_first_model_loads_health_says_so_and_requests_wait() ->
 
 async def test_a_server_that_is_stopped_while_it_loads_ends_at_once_and_was_never_ready() -> None:
     task, server, url, ready = loading_server()
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get("/health")).status_code == 503
     assert server.on_stop is not None
     server.on_stop()

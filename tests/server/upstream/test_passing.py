@@ -147,6 +147,10 @@ def post(front: Front, **more: Any) -> httpx.Response:
     return httpx.post(f"{front.url}/v1/chat/completions", json={**CHAT, **more}, timeout=60)
 
 
+def get(front: Front, path: str) -> httpx.Response:
+    return httpx.get(front.url + path, timeout=60)
+
+
 def test_requests_are_spread_over_the_replicas_of_a_model(
     fake: Callable[..., Fake], front: Callable[..., Front]
 ) -> None:
@@ -219,7 +223,7 @@ def test_with_no_server_up_the_answer_is_503_and_health_says_which(
     first, second = post(running), post(running)
     assert first.status_code in (502, 503)
     assert (second.status_code, second.json()["error"]["code"]) == (503, "upstream_down")
-    health = httpx.get(f"{running.url}/health")
+    health = get(running, "/health")
     assert (health.status_code, "m" in health.json()["engines"]) == (503, True)
 
 
@@ -251,7 +255,7 @@ def test_a_name_of_its_own_hides_the_servers_name_of_the_model(
     assert there.bodies[0]["model"] == "m"
     assert '"model":"big"' in got
     assert '"model":"m"' not in got
-    listed = httpx.get(f"{running.url}/v1/models").json()["data"]
+    listed = get(running, "/v1/models").json()["data"]
     assert [(m["id"], m["max_model_len"]) for m in listed] == [("big", 77)]
     unknown = post(running, model="m")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
@@ -266,6 +270,7 @@ def test_the_clients_key_and_priority_stay_here(
         f"{running.url}/v1/chat/completions",
         json={**CHAT, "priority": "batch", "top_k": 5},
         headers={"authorization": "Bearer mine", "x-request-id": "req-7"},
+        timeout=60,
     )
     assert "authorization" not in there.headers[0]
     assert there.headers[0]["x-request-id"] == "req-7"
@@ -309,12 +314,12 @@ def test_metrics_count_requests_tokens_and_servers(
     there = fake()
     running = front(there.url)
     post(running)
-    page = httpx.get(f"{running.url}/metrics").text
+    page = get(running, "/metrics").text
     assert f'edgellm_upstream_up{{upstream="{there.url}"}} 1' in page
     assert 'edgellm_upstream_requests_total{model="m",outcome="ok"} 1' in page
     assert 'edgellm_prompt_tokens_total{model="m"} 3' in page
     assert 'edgellm_generated_tokens_total{model="m"} 4' in page
-    stats = httpx.get(f"{running.url}/v1/edgellm/stats").json()
+    stats = get(running, "/v1/edgellm/stats").json()
     assert stats["upstreams"][0]["n_requests"] == 1
 
 
@@ -324,7 +329,7 @@ def test_local_models_and_upstreams_are_served_together(fake: Callable[..., Fake
     with Front([there.url]) as running:
         runtime = make_runtime((STARTER,), default_settings(), backend="scripted", options=FAST)
         running.server.runtime = runtime
-        names = [m["id"] for m in httpx.get(f"{running.url}/v1/models").json()["data"]]
+        names = [m["id"] for m in get(running, "/v1/models").json()["data"]]
         here = post(running, model="starter", max_tokens=3)
         far = post(running, model="m")
         running.call(runtime.close)

@@ -42,7 +42,7 @@ class Replica:
         )
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
                 if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
