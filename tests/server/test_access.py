@@ -150,7 +150,7 @@ def test_concurrency_is_limited_by_key(serving: Callable[..., Running]) -> None:
             other = client.post("/v1/chat/completions", json=CHAT, headers=bearer("sk-b"))
         assert second.status_code == 429
         assert other.status_code == 200
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while client.post("/v1/chat/completions", json=CHAT).status_code == 429:
             assert time.monotonic() < deadline
 

@@ -312,8 +312,20 @@ def test_no_room_on_the_disk_is_said_before_anything_is_fetched(
 
 
 def test_two_pulls_at_once_do_the_work_once(home: Path, hub: HubServer) -> None:
-    hub.trouble = Trouble(chunk_delay_s=0.01)
-    notes = [Notes(), Notes()]
+    someone_waits = threading.Event()
+
+    class Slow(Notes):
+        """Goes on when the other one has said that it waits."""
+
+        def note(self, message: str) -> None:
+            super().note(message)
+            someone_waits.set()
+
+        def progress(self, name: str, done: int, total: int | None) -> None:
+            super().progress(name, done, total)
+            assert someone_waits.wait(60)
+
+    notes = [Slow(), Slow()]
     failed: list[EdgeLLMError] = []
 
     def run(listener: Notes) -> None:
