@@ -7,6 +7,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No example may fail because the machine is slow, nor because chance found another one.
+settings.register_profile(
+    "any-machine",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any-machine")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would every program
 # that they start and interrupt.
