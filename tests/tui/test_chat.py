@@ -41,6 +41,7 @@ def app(services: DemoServices) -> EdgeApp:
 
 async def open_chat(pilot: Any, app: EdgeApp) -> ChatScreen:
     if app.current_mode == "welcome":
+        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
         await pilot.press("enter")
     await settle(pilot, lambda: app.endpoint is not None and isinstance(app.screen, ChatScreen))
     await settle(pilot, lambda: isinstance(app.focused, Composer))

@@ -25,6 +25,7 @@ def test_rows_are_written_from_their_place_downwards() -> None:
 
 
 async def streaming(pilot: Any, app: EdgeApp) -> ChatScreen:
+    await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
     await pilot.press("enter")
     await settle(pilot, lambda: app.endpoint is not None and isinstance(app.screen, ChatScreen))
     screen = app.screen
@@ -101,6 +102,7 @@ async def test_frames_come_with_text_and_never_between(
     show = ChatScreen._show_frame
     monkeypatch.setattr(ChatScreen, "_show_frame", lambda self: frames.append("") or show(self))
     async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot, lambda: getattr(app.screen, "suggestions", None))
         await pilot.press("enter")
         await settle(pilot, lambda: isinstance(app.focused, Composer) and app.endpoint)
         app.screen.query_one(Composer).insert("hello")
