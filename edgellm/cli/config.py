@@ -13,6 +13,7 @@ from edgellm import config as config_
 from edgellm import paths
 from edgellm.config import Config, Known
 from edgellm.errors import ConfigError
+from edgellm.request import SamplingParams
 from edgellm.units import format_bytes
 from edgellm.workers import Pool
 
@@ -131,12 +132,18 @@ def _print_table(loaded: Config) -> None:
     for key, known in config_.known_keys().items():
         origin = loaded.origins[key]
         style = "dim" if origin.kind == "default" else "bold"
-        value = _shown(known, loaded.value(key))
+        value = _shown(known, _in_force(key, loaded.value(key)))
         about = origin.why or known.description
         table.add_row(key, f"[{style}]{value}[/]", str(origin), f"[dim]{about}[/]")
     console = Console()
     console.print(table)
     console.print(f"\n[dim]file: {paths.config_file()}[/]", soft_wrap=True)
+
+
+def _in_force(key: str, value: Any) -> Any:
+    """The value, or the default that a sampling setting without one stands for."""
+    section, _, name = key.partition(".")
+    return getattr(SamplingParams(), name, None) if value is None and section == "chat" else value
 
 
 def _shown(known: Known, value: Any, *, raw: bool = False) -> Any:

@@ -18,6 +18,7 @@ from edgellm.cli.answer import Answer, Message, PlainScreen, answer, figures, sa
 from edgellm.config import ChatSettings
 from edgellm.engine.client import Engine
 from edgellm.errors import ConfigError, EdgeLLMError, EngineDeadError
+from edgellm.request import SamplingParams
 
 T = TypeVar("T")
 ReadLine = Callable[[str], str]
@@ -150,10 +151,10 @@ class Repl:
         name, _, value = text.partition(" ")
         if not name:
             for field in self._chat.__struct_fields__:
-                print(f"  {field} = {getattr(self._chat, field)}")
+                print(f"  {field} = {_value(self._chat, field)}")
             return
         self._chat = changed(self._chat, name, value)
-        print(f"{name} = {getattr(self._chat, name)}")
+        print(f"{name} = {_value(self._chat, name)}")
 
     def stats(self, text: str) -> None:
         self._stats = {"on": True, "off": False}.get(text, not self._stats)
@@ -216,6 +217,15 @@ def changed(chat: ChatSettings, name: str, value: str) -> ChatSettings:
     new = msgspec.structs.replace(chat, **{name: getattr(loaded.settings.chat, name)})
     sampling(new)
     return new
+
+
+def _value(chat: ChatSettings, name: str) -> str:
+    """What holds for a setting: its value, or else the default it stands for."""
+    value = getattr(chat, name)
+    if value is not None:
+        return str(value)
+    default = getattr(SamplingParams(), name, None)
+    return "-" if default is None else f"{default} (default)"
 
 
 def read_text(read: ReadLine) -> str:

@@ -7,7 +7,10 @@ import contextlib
 import os
 import sys
 from collections import deque
-from typing import Final
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
 
 from edgellm.errors import EngineError, QueueFullError
 from edgellm.tui.http import Http
@@ -36,7 +39,9 @@ class ServerProcess:
     async def _read(self) -> None:
         stream = self._process.stdout
         while stream is not None and (line := await stream.readline()):
-            self._lines.append(line.decode("utf-8", "replace").rstrip())
+            shown = readable(line.decode("utf-8", "replace").rstrip())
+            if shown is not None:
+                self._lines.append(shown)
 
     async def stop(self) -> None:
         """Politely first: requests end, the model is unloaded."""
@@ -49,6 +54,26 @@ class ServerProcess:
                     self._process.kill()
                 await self._process.wait()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+
+def readable(line: str) -> str | None:
+    """A line of the server's log for a person: its JSON as words, anything else as it stands.
+
+    None for a health check: this program's own, while the model loads, would bury all others.
+    """
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        at = datetime.fromisoformat(str(fields.pop("ts")).replace("Z", "+00:00")).astimezone()
+        event = str(fields.pop("event"))
+    except (msgspec.DecodeError, KeyError, ValueError):
+        return line
+    if event == "request" and fields.get("path") == "/health":
+        return None
+    fields.pop("id", None)
+    first = ("method", "path", "status") if event == "request" else ()
+    said = [event] if event != "request" else []
+    said += [str(fields.pop(name)) for name in first if name in fields]
+    return "  ".join([f"{at:%H:%M:%S}", " ".join(said), *(f"{k} {v}" for k, v in fields.items())])
 
 
 async def start(ref: str, host: str, port: int, api_key: str | None) -> ServerProcess:

@@ -270,6 +270,16 @@ def test_set_changes_sampling_within_its_limits(
     assert "no setting 'tempo'" in err
 
 
+def test_set_alone_shows_what_holds(
+    talk: Callable[..., Repl], capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk("/set temperature 0.2", "/set")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines.count("temperature = 0.2") == 2
+    assert "top_k = 40 (default)" in lines
+    assert "seed = -" in lines
+
+
 def test_an_unknown_command_is_named_and_the_chat_goes_on(
     talk: Callable[..., Repl], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,16 @@ def test_config_prints_each_value_and_its_origin(
     assert "default" in rows["serve.port"]
 
 
+def test_sampling_that_nobody_set_shows_the_default_it_stands_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["chat.temperature"].split()[1:3] == ["0.8", "default"]
+    assert rows["chat.top_k"].split()[1:3] == ["40", "default"]
+    assert rows["chat.max_tokens"].split()[1:3] == ["-", "default"]
+
+
 def test_config_json_holds_value_origin_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--json"]) == 0
     port = json.loads(capsys.readouterr().out)["serve.port"]

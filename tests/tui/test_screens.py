@@ -252,6 +252,36 @@ async def test_a_plan_is_saved_as_a_profile(app: EdgeApp, services: DemoServices
         assert services.profiles["laptop"] == screen.plan
 
 
+async def test_the_newest_line_of_a_servers_log_is_seen_however_long_the_lines_are(
+    app: EdgeApp,
+) -> None:
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("5")
+        await settle(pilot, lambda: app.focused is not None and app.focused.id == "start")
+        await pilot.press("enter")
+        screen: Any = app.screen
+        await settle(pilot, lambda: screen.handle is not None)
+        screen.handle._lines = [f"{i} " + "long " * 200 for i in range(99)]
+        screen._show_log()
+        log = screen.query_one("#log")
+        await settle(pilot, lambda: log.render_line(log.size.height - 1).text.startswith("98 "))
+
+
+async def test_the_plot_of_nothing_begins_at_zero(app: EdgeApp) -> None:
+    async with app.run_test(size=(140, 40)) as pilot:
+        app.open_model("starter")
+        await settle(pilot, lambda: app.endpoint is not None)
+        await pilot.press("f4")
+        await settle(pilot, lambda: len(getattr(app.screen, "_plots", ())) == 2)
+        screen: Any = app.screen
+        metric = screen.query_one("#metric-decode", Metric)
+        metric._data.clear()
+        metric.push(0.0, "0.0")
+        metric.push(0.0, "0.0")
+        screen._draw()
+        assert "-0." not in screen._plots["throughput"].build()
+
+
 async def test_a_running_request_is_cancelled_from_the_monitor(app: EdgeApp) -> None:
     async with app.run_test(size=SIZE) as pilot:
         app.open_model("starter")

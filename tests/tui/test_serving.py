@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from edgellm.tui.serving import ServerProcess, _answers
+from edgellm.tui.serving import ServerProcess, _answers, readable
 
 LOADING = b'{"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
 
@@ -37,3 +37,23 @@ async def test_a_server_that_still_loads_its_model_is_waited_for() -> None:
             await server.stop()
     assert len(asked) == 3
     assert all(each.startswith(b"GET /health") for each in asked)
+
+
+def test_a_request_in_the_log_is_words_and_not_json() -> None:
+    shown = readable(
+        '{"ts":"2026-11-30T04:06:20.448Z","event":"request","id":"req_1","method":"POST",'
+        '"path":"/v1/chat/completions","status":200,"ms":52.1,"client":"127.0.0.1","n_output":16}'
+    )
+    assert shown is not None
+    clock, said, *figures = shown.split("  ")
+    assert clock.count(":") == 2
+    assert said == "POST /v1/chat/completions 200"
+    assert figures == ["ms 52.1", "client 127.0.0.1", "n_output 16"]
+
+
+def test_health_checks_are_not_shown_and_other_lines_stay_as_they_are() -> None:
+    head = '{"ts":"2026-11-30T04:06:13.459Z","event":'
+    assert readable(head + '"request","method":"GET","path":"/health","status":503}') is None
+    assert str(readable(head + '"stopped"}')).endswith("  stopped")
+    for line in ("serving starter at http://127.0.0.1:8080/v1", '{"model": 1}', "{", "3", ""):
+        assert readable(line) == line

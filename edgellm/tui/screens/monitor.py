@@ -270,12 +270,16 @@ class MonitorScreen(EdgeScreen):
             plt.xaxes(True, False)
             plt.yaxes(True, False)
             plt.xticks([])
+            highest = 0.0
             for metric, scale, marker, color in lines:
                 data = self.query_one(f"#metric-{metric}", Metric).data
                 values = [value * scale for value in data]
                 rgb = tuple(Color.parse(ink[color]).rgb)
                 if values:
                     plt.plot(values, marker=marker, color=rgb)
+                    highest = max(highest, *values)
+            # Without a range plotext puts a line of zeros in the middle, between -1 and 1.
+            plt.ylim(0, highest or 1)
             self.query_one(f"#plot-{name}").refresh()
 
     # -- doing -----------------------------------------------------------------------------------

@@ -34,7 +34,10 @@ class ServerScreen(EdgeScreen):
     ServerScreen #try { height: auto; padding: 0 3; }
     ServerScreen #curl { background: $surface; padding: 0 1; height: auto; color: $foreground; }
     ServerScreen #log-box { height: 1fr; padding: 0 3; margin-top: 1; }
-    ServerScreen #log { color: $muted; height: 1fr; }
+    /* A line a row: one that went on below would push the newest out of the box. */
+    ServerScreen #log {
+        color: $muted; height: 1fr; text-wrap: nowrap; text-overflow: ellipsis;
+    }
     ServerScreen .head { color: $primary; text-style: bold; height: 1; }
     ServerScreen.-narrow #form { padding: 0 2; }
     ServerScreen.-short #form { padding: 1 2 0 2; }
