@@ -33,6 +33,7 @@ $(VENV)/.tools: pyproject.toml $(VENV)/.python
 demo: $(VENV)/.installed
 	$(BIN)/edgellm plan starter
 	$(BIN)/edgellm chat starter --stats --temperature 0 -p 'Name the capital of France and one thing it is known for.'
+	@echo 'Next: . $(BIN)/activate   then: edgellm   (the terminal interface), or: edgellm chat starter'
 
 test: $(VENV)/.installed
 	$(BIN)/pytest $(PYTEST_ARGS)

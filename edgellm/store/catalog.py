@@ -178,12 +178,18 @@ def _named(name: str, settings: StoreSettings | None) -> ResolvedModel:
         return _already_here(remote, settings) or remote
     if name == STARTER:
         raise ModelNotFoundError("the starter model is not installed", hint="edgellm pull starter")
-    near = difflib.get_close_matches(name, [m.name for m in models], n=3, cutoff=0.5)
+    near = _nearest(name, [m.name for m in models])
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ModelNotFoundError(
         f"no model named {name!r}{meant}",
         hint=f"edgellm ls, or edgellm search {name}" if os.sep not in name else f"hf:{name}",
     )
+
+
+def _nearest(name: str, here: list[str]) -> list[str]:
+    """Names like this one: of models that are here, and of the catalog's, whatever their case."""
+    names = {each.lower(): each for each in [*(entry.name for entry in entries()), *here]}
+    return [names[n] for n in difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

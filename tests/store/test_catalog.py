@@ -63,6 +63,12 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         resolve(" ")
 
 
+@pytest.mark.parametrize("name", ["llama3.1-8b", "Llama-3.1_8B", "Llama-3.1-8B-Q4"])
+def test_an_unknown_name_suggests_the_catalogs_too(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"did you mean llama-3\.1-8b"):
+        resolve(name)
+
+
 @pytest.mark.parametrize(
     ("ref", "expected"),
     [

@@ -278,8 +278,8 @@ class MonitorScreen(EdgeScreen):
                 if values:
                     plt.plot(values, marker=marker, color=rgb)
                     highest = max(highest, *values)
-            # Without a range plotext puts a line of zeros in the middle, between -1 and 1.
-            plt.ylim(0, highest or 1)
+            # Left to itself plotext puts a line of zeros between -1 and 1.
+            plt.ylim(*((None, None) if highest else (0, 1)))
             self.query_one(f"#plot-{name}").refresh()
 
     # -- doing -----------------------------------------------------------------------------------
