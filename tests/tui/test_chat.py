@@ -19,7 +19,7 @@ from edgellm.tui.composer import PASTE_LIMIT, Composer
 from edgellm.tui.demo import ANSWER, DemoEndpoint, DemoServices
 from edgellm.tui.ports import Delta, Preferences
 from edgellm.tui.screens.chat import ChatScreen
-from edgellm.tui.sessions import Message, SessionStore
+from edgellm.tui.sessions import Message, Session, SessionStore
 from edgellm.tui.transcript import Transcript
 from tests.tui.driving import settle
 
@@ -346,7 +346,7 @@ async def test_a_dead_engine_loses_nothing_and_offers_a_restart(
 
         await settle(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         assert screen.transcript.turns[-1].note.startswith("the engine ended")
-        assert app.store.thread(app.store.find()[0].id)[-1].state == "error"
+        await settle(pilot, lambda: app.store.thread(app.store.find()[0].id)[-1].state == "error")
         await pilot.press("y")
         await settle(pilot, lambda: len(services.endpoints) == 2 and app.endpoint is not None)
         assert app.endpoint.is_alive  # type: ignore[union-attr]
@@ -412,7 +412,7 @@ async def test_another_conversation_can_be_read_while_an_answer_streams(
         await settle(pilot, lambda: screen._live is None)
         assert texts(app) == ["a", ANSWER]
         second = next(s for s in app.store.find() if s.id != first.id)
-        assert app.store.thread(second.id)[-1].content == ANSWER
+        await settle(pilot, lambda: app.store.thread(second.id)[-1].content == ANSWER)
 
 
 async def test_settings_are_checked_and_used(app: EdgeApp, services: DemoServices) -> None:
@@ -433,6 +433,31 @@ async def test_settings_are_checked_and_used(app: EdgeApp, services: DemoService
         messages, sampling = app.endpoint.asked[-1]  # type: ignore[union-attr]
         assert sampling.temperature == 0.2
         assert messages[0] == {"role": "system", "content": "be brief"}
+
+
+async def test_a_message_right_after_the_settings_is_sent_with_them(
+    app: EdgeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may = threading.Event()
+    create = app.store.create
+
+    def slow(**kw: Any) -> Session:
+        may.wait(60)
+        return create(**kw)
+
+    monkeypatch.setattr(app.store, "create", slow)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await open_chat(pilot, app)
+        await pilot.press("ctrl+t")
+        await settle(pilot, lambda: app.screen is not screen)
+        app.screen.query_one("#temperature", Input).value = "0.2"
+        await pilot.press("ctrl+s")
+        await settle(pilot, lambda: app.screen is screen)
+        await pilot.press("a", "enter")
+        may.set()
+        await settle(pilot, lambda: is_quiet(app, 2))
+        assert app.endpoint.asked[-1][1].temperature == 0.2  # type: ignore[union-attr]
+        assert len(app.store.find()) == 1
 
 
 async def test_until_the_first_word_the_prompt_is_being_read(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from rich.text import Text
@@ -75,6 +75,8 @@ class ChatScreen(AnsweringScreen):
         """The last message as it was before it was sent: its words and what was attached."""
         self._editing: Message | None = None
         self._queued = ""
+        self._beginning = asyncio.Lock()
+        """Held while a conversation begins or its settings change: a message is sent with them."""
 
     def body(self) -> ComposeResult:
         # Few containers: Textual draws the lines of every one of them in every frame.
@@ -199,10 +201,11 @@ class ChatScreen(AnsweringScreen):
             self._take_back()
             return
         store = self.edge.store
-        if self.session is None:
-            self.session = await self._disk(
-                store.create, model=endpoint.name, system=self.edge.preferred.system
-            )
+        async with self._beginning:
+            if self.session is None:
+                self.session = await self._disk(
+                    store.create, model=endpoint.name, system=self.edge.preferred.system
+                )
         if self.session is None:
             self._take_back()
             return
@@ -345,15 +348,13 @@ class ChatScreen(AnsweringScreen):
         chosen = await self.app.push_screen_wait(SettingsScreen(system, sampling))
         if chosen is None:
             return
-        session = self.session or await self._disk(self.edge.store.create)
-        if session is None:
-            return
-        await self._disk(
-            self.edge.store.update, session.id, system=chosen.system, sampling=chosen.sampling
-        )
-        self.session = msgspec.structs.replace(
-            session, system=chosen.system, sampling=chosen.sampling
-        )
+        values: dict[str, Any] = {"system": chosen.system, "sampling": chosen.sampling}
+        async with self._beginning:
+            session = self.session or await self._disk(self.edge.store.create)
+            if session is None:
+                return
+            await self._disk(self.edge.store.update, session.id, **values)
+            self.session = msgspec.structs.replace(session, **values)
         self._count()
 
     @work
