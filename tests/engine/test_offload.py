@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from edgellm.engine.build import library_folder
+from edgellm.engine.build import inspect_build, library_folder
 from edgellm.engine.client import Engine, dry_run
+from edgellm.engine.info import EngineOptions
 from edgellm.errors import DoesNotFitError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
 from edgellm.units import MiB
 from tests.engine.factories import plan, request
 from tests.engine.rpc import rpc_server
+from tests.engine.starter import starter_plan
 from tests.engine.tiny import tiny_model
 
 pytestmark = pytest.mark.model
@@ -57,6 +59,21 @@ async def loaded(planned: Plan, servers: tuple[str, ...]) -> tuple[Engine, dict[
     async for event in engine.generate(request("The quick brown fox", max_tokens=6)):
         text += event.text
     return engine, weights, text
+
+
+def test_layers_that_a_card_would_take_which_is_not_here_count_as_computed_here() -> None:
+    """A warm-up for a GPU took minutes on two cores, where a plan was for a card to come."""
+    from edgellm.engine.llama import load
+
+    build = inspect_build().build
+    assert build is not None
+    cards = [device for device in build.devices if device.kind in ("gpu", "igpu")]
+    options = EngineOptions(warmup=False)
+    backend = load(starter_plan(n_ctx=256, n_ctx_seq=256, n_gpu_layers=-1), options, lambda _: None)
+    try:
+        assert backend.limits.is_async is bool(cards)
+    finally:
+        backend.close()
 
 
 async def test_layers_go_to_the_device_and_the_text_is_the_same(

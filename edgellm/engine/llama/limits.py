@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Final
 
 import msgspec
 
 from edgellm.engine.backend import Limits
 from edgellm.engine.info import EngineOptions
-from edgellm.engine.llama.library import MAX_SEQ, lib
+from edgellm.engine.llama.library import MAX_SEQ, ggml, lib
 from edgellm.engine.retention import first_budget
 from edgellm.planner.plan import Plan
 
 ATTACHED_TOP_K: Final = 64
+# ggml-backend.h, GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU.
+_GPU_TYPES: Final = (1, 2)
 
 
 def is_on_gpu(plan: Plan) -> bool:
-    """Whether any layer is; a library without a GPU backend computes all of them itself."""
-    return plan.params.n_gpu_layers != 0 and bool(lib.llama_supports_gpu_offload())
+    """Whether any layer is; without a card all of them are computed here, whatever the plan says.
+
+    llama_supports_gpu_offload says yes for every library with the RPC backend, cards or not.
+    """
+    return plan.params.n_gpu_layers != 0 and any(
+        ggml("ggml_backend_dev_by_type", ctypes.c_void_p, kind) for kind in _GPU_TYPES
+    )
 
 
 def is_whole_on_gpu(plan: Plan) -> bool:
