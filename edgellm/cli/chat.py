@@ -25,7 +25,7 @@ from edgellm.cli.errors import UsageError
 from edgellm.cli.flags import PlanFlags, SamplingFlags
 from edgellm.config import Settings
 from edgellm.engine.client import Engine
-from edgellm.engine.info import LoadProgress
+from edgellm.engine.info import LoadProgress, load_words
 
 _DEFAULT_MODEL = "starter"
 
@@ -159,5 +159,5 @@ async def _load(model: str, settings: Settings) -> Engine:
 
 
 def _progress(at: LoadProgress) -> None:
-    sys.stderr.write(f"\r\x1b[Kloading: {at.stage} {at.fraction:.0%}")
+    sys.stderr.write(f"\r\x1b[Kloading: {load_words(at.stage, at.fraction)}")
     sys.stderr.flush()

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from edgellm.engine.info import load_words
 from edgellm.server.client import RemoteError, ask
 from edgellm.server.statefile import ServerState, running
 from edgellm.units import format_bytes
@@ -69,7 +70,7 @@ def _show(console: Console, server: dict[str, Any], *, with_requests: bool) -> N
 def _row(model: dict[str, Any], engine: dict[str, Any] | None) -> tuple[str, ...]:
     state = model["state"]
     if state == "loading":
-        state = f"loading {model['stage']} {model['fraction']:.0%}"
+        state = f"loading: {load_words(model['stage'], model['fraction'])}"
     idle = "" if model["idle_s"] is None else _duration(model["idle_s"])
     waiting = model["waiting"] + (engine["waiting"] if engine else 0)
     return (

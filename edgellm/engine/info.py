@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -102,6 +102,21 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest context that loading may fall back to without memory; None: the plan's."""
     log_lines: int = 200
     script: Script = Script()
+
+
+_STAGES: Final = {
+    "weights": "reading the weights",
+    "context": "making room for the context",
+    "warmup": "warming up",
+    "fallback": "trying a smaller plan",
+}
+
+
+def load_words(stage: str, fraction: float) -> str:
+    """A stage of loading for a person; how far it is where that is known, which is of the weights
+    alone."""
+    words = _STAGES.get(stage, stage)
+    return f"{words} {fraction:.0%}" if stage == "weights" else words
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -169,15 +169,13 @@ class LocalServices:
     async def load(self, plan: Plan, on_progress: Callable[[Progress], None]) -> Endpoint:
         from edgellm.engine.build import require_engine
         from edgellm.engine.client import Engine
-        from edgellm.engine.info import LoadProgress
+        from edgellm.engine.info import LoadProgress, load_words
         from edgellm.runtime import engine_options, plan_request, remember_load, replanner
         from edgellm.tui.local import LocalEndpoint
         from edgellm.workers import Pool
 
         def forward(progress: LoadProgress) -> None:
-            on_progress(
-                Progress(phase=progress.stage, n_done=int(progress.fraction * 100), n_total=100)
-            )
+            on_progress(Progress(phase=load_words(progress.stage, progress.fraction)))
 
         if self.settings.engine.backend == "llama":
             require_engine()

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.devices import Gpu
 from edgellm.engine.client import Engine
-from edgellm.engine.info import EngineOptions, Fault, LoadProgress, Script
+from edgellm.engine.info import EngineOptions, Fault, LoadProgress, Script, load_words
 from edgellm.engine.loading import Ladder, is_out_of_memory, lost_cards, nothing_smaller
 from edgellm.errors import DoesNotFitError, EdgeLLMError, EngineDeadError, EngineError
 from edgellm.planner.plan import DeviceLedger, Plan
@@ -168,3 +168,10 @@ async def test_after_three_smaller_plans_the_error_is_the_callers() -> None:
         )
     said = [p.message for p in seen if p.stage == "fallback"]
     assert [words.split()[3] for words in said] == ["n_ubatch", "KV", "n_gpu_layers"]
+
+
+def test_only_what_is_counted_has_a_percentage() -> None:
+    """ "warmup 0 %" stood there for all of a warm-up."""
+    assert load_words("weights", 0.4) == "reading the weights 40%"
+    assert load_words("warmup", 0.0) == "warming up"
+    assert load_words("planning", 0.0) == "planning"
