@@ -539,21 +539,16 @@ class Loop:
             self.scheduler.preempt(w.seq, None)
 
     def _make_cells(self, step: sched.Step) -> None:
-        """The cache has no room although the count says so (window caches): preempt one."""
+        """The cache has no room although the count says so (window caches)."""
         running = self.scheduler.running
-        if len(running) > 1:
-            victim = max(running, key=lambda s: (s.request.priority, s.order))
-            self.scheduler.preempt(victim, None)
-        elif running:
-            seq = running[0]
-            self._fail(
-                seq.request.id,
-                DecodeError(
-                    f"no cells for {step.n_tokens} tokens although the sequence runs alone",
-                    code=NO_CELLS,
-                    hint="plan a larger context",
-                ),
-            )
+        if self.scheduler.give_up_cells() or not running:
+            return
+        error = DecodeError(
+            f"no cells for {step.n_tokens} tokens although the sequence runs alone",
+            code=NO_CELLS,
+            hint="plan a larger context",
+        )
+        self._fail(running[0].request.id, error)
 
     def _try_apart(self, work: list[sched.Work], code: int) -> None:
         """Compute each sequence's part alone: the one that fails is the one to end."""
@@ -567,6 +562,8 @@ class Loop:
                     continue
                 alone = code
             else:
+                # Who ended while the failure was looked for gives its cells back first.
+                self._apply(self.scheduler.take_ops())
                 alone = self._decode([w]) if len(work) > 1 else code
             if alone == OK:
                 self._update([w])

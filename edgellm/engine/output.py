@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -254,4 +255,5 @@ class Output:
 
 
 def _mean_logprob(seq: Sequence) -> float:
-    return seq.cum_logprob / max(1, seq.n_output)
+    # One that ended before it said anything is nobody's best.
+    return seq.cum_logprob / seq.n_output if seq.n_output else -math.inf

@@ -95,6 +95,9 @@ class Scheduler:
         self._last_chunk = 0
         self._prompts_turn = False
         """Split caches: whether this step is the prompts' rather than the running streams'."""
+        self._is_full = False
+        """The cache had no room although the count says so: who was put out waits until somebody
+        else has left, or would be let in at once, and put out again, for ever."""
         self._awaited: dict[Sequence, Sequence] = {}
         """Running sequences that others wait for in this step, and the most urgent of these."""
 
@@ -373,9 +376,11 @@ class Scheduler:
     def _fits(self, seq: Sequence, gone: Collection[Sequence] = ()) -> bool:
         """Whether there are cells for the prompt, once those in ``gone`` have given way."""
         running = [s for s in self.running if s not in gone]
-        if not running:
-            return True
-        needed = len(seq.tokens) - self.cells.cached(seq.tokens, len(seq.tokens) - 1)
+        if not running or self._is_full:
+            return not running
+        needed = len(seq.tokens)
+        if self._may_share(seq):
+            needed -= self.cells.cached(seq.tokens, len(seq.tokens) - 1)
         promised = sum(s.n_pending for s in running) + len(running)
         free = self.limits.n_cells - self.n_cells_used + self.n_cells_retained
         own = self.cells.tree.exclusive
@@ -496,6 +501,18 @@ class Scheduler:
                 return False
         return True
 
+    def give_up_cells(self) -> bool:
+        """A step found no room in the cache: somebody gives way. False when nobody is left who
+        could."""
+        if self.cells.evict():
+            return True
+        victim = self._victim()
+        if victim is None or len(self.running) == 1:
+            return self.cells.evict(pinned=True)
+        self.preempt(victim, None)
+        self._is_full = True
+        return True
+
     def _victim(self) -> Sequence | None:
         running = [s for s in self.running if s.state is State.RUNNING]
         return max(running, key=lambda s: (s.request.priority, s.order), default=None)
@@ -517,6 +534,7 @@ class Scheduler:
         """Give the slot back; its cells stay as a retained prefix when they are worth it."""
         slot = seq.slot
         seq.slot = -1
+        self._is_full = False
         if seq.n_slid:
             # Cells that moved cannot be shared: only what came before them is worth keeping.
             self.cells.cut(slot, common_prefix(self.cells.tree.tokens(slot), seq.tokens))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from edgellm.engine import wire
+from edgellm.engine.backend import NO_CELLS
 from edgellm.engine.constrain import make_factory
 from edgellm.engine.embed import EmbedJob
 from edgellm.engine.info import EngineOptions, Fault, Script
@@ -145,6 +146,18 @@ def test_choices_share_their_prompt_and_differ_by_seed() -> None:
     assert simulation.last(r.id).usage.n_output <= 36  # type: ignore[union-attr]
     # One prompt, and one token more for each further choice.
     assert simulation.loop.meter.n_steps <= 16
+
+
+def test_a_choice_that_ended_without_a_word_is_not_the_best() -> None:
+    simulation = Simulation(n_seq_max=2, n_outputs_max=2, script=Script(answer_tokens=0))
+    r = request(LONG, n=1, best_of=3, temperature=1.0, seed=3, max_tokens=5)
+    simulation.add(r)
+    simulation.turn()
+    simulation.turn_until(lambda: simulation.loop.output.groups[r.id].open == 2)
+    assert [s.n_output for s in simulation.loop.scheduler.waiting] == [0]
+    simulation.cancel(r.id)
+    simulation.run()
+    assert simulation.ids(r.id)
 
 
 def test_best_of_sends_only_the_best_and_nothing_before_it_is_known() -> None:
@@ -875,6 +888,44 @@ def faulty(rng: random.Random, cache: str, *, is_async: bool) -> tuple[Simulatio
             simulation.loop.inbox.put(wire.Ping(1))
     simulation.run(20_000)
     return simulation, requests
+
+
+@pytest.mark.parametrize("share", ["cells", "checkpoint", "none"])
+def test_a_cache_with_less_room_than_is_counted_still_answers_everybody(share: str) -> None:
+    simulation = Simulation(script=Script(share=share), n_ctx=512)  # type: ignore[arg-type]
+    backend, decode = simulation.backend, simulation.backend.decode
+
+    def cramped(spans: Any, meanwhile: Any = None) -> int:
+        n = sum(len(span.tokens) for span in spans)
+        return NO_CELLS if backend.n_cells_used + n > 130 else decode(spans, meanwhile)
+
+    backend.decode = cramped  # type: ignore[method-assign]
+    requests = [request(f"ab cd {i}" * 6, max_tokens=40, ignore_eos=True) for i in range(3)]
+    simulation.ids_of(*requests)
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
+    backend.decode = decode  # type: ignore[method-assign]
+    more = [request(f"more {i}", max_tokens=5) for i in range(3)]
+    for r in more:
+        simulation.add(r)
+    simulation.turn()
+    assert len(simulation.loop.scheduler.running) == 3  # it is not thought full for ever
+
+
+def test_who_ends_while_a_failure_is_looked_for_leaves_no_cells_to_the_next_one() -> None:
+    simulation = Simulation(script=Script(faults=(Fault(kind="code", code=-3, at_step=4),)))
+    backend, decode = simulation.backend, simulation.backend.decode
+    tree = simulation.loop.scheduler.cells.tree
+
+    def looking(spans: Any, meanwhile: Any = None) -> int:
+        assert backend.n_cells_used == tree.n_cells
+        return decode(spans, meanwhile)
+
+    backend.decode = looking  # type: ignore[method-assign]
+    requests = [
+        request(f"hello {i}", max_tokens=n, cache_prompt=False) for i, n in enumerate((4, 4, 9))
+    ]
+    simulation.ids_of(*requests)
+    assert [simulation.text(r.id) for r in requests] == [alone(r) for r in requests]
 
 
 @pytest.mark.parametrize("code", [1, 2])

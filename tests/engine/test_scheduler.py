@@ -570,3 +570,14 @@ def test_cells_of_one_that_gave_way_are_there_for_the_next_in_the_same_step(n_ce
         assert not step.finished
         play(scheduler, step)
     assert [w.seq for w in step.work] == [urgent]
+
+
+def test_who_shares_nothing_needs_cells_for_all_of_its_prompt() -> None:
+    scheduler = Scheduler(limits(n_cells=100, n_ctx_seq=100), EngineOptions())
+    (first,) = running(scheduler, list(range(60)))
+    apart = sequence(list(range(60)), cache_prompt=False)
+    scheduler.add([apart])
+    for _ in range(20):
+        play(scheduler, scheduler.schedule(0.0))
+    assert apart.state is State.WAITING
+    assert first.state is State.RUNNING
