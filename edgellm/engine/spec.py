@@ -116,6 +116,8 @@ class Speculation:
         if self._drafts:
             # What stood in the text before costs nothing to guess: the model does the rest.
             rest = [s for s in ready if not s.draft]
+            if not rest:
+                return
             drafts = self._backend.draft([(s.slot, s.tokens) for s in rest], self._most)
             for seq, draft in zip(rest, drafts, strict=True):
                 seq.draft = draft

@@ -56,6 +56,18 @@ def test_the_first_steps_of_each_size_of_batch_set_the_measure() -> None:
     assert guesses(spec, 8) == 0
 
 
+def test_a_draft_model_is_not_asked_about_nobody() -> None:
+    def draft(asked: list[Any], k: int) -> list[list[int]]:
+        assert asked
+        return [[9] * k for _ in asked]
+
+    backend: Any = type("Backend", (), {"limits": limits(), "has_draft": True})
+    backend.draft = draft
+    spec = Speculation(backend, EngineOptions(spec="draft"))
+    plain(spec, 1, 0.01)
+    assert guesses(spec, 1) > 0  # the text repeats: nothing is left to draft
+
+
 def test_guesses_of_many_streams_are_measured_against_steps_of_as_many() -> None:
     spec = speculation()
     plain(spec, 1, 0.001)

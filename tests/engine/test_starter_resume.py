@@ -97,6 +97,18 @@ async def test_the_starter_as_its_own_draft_is_believed_and_changes_no_token() -
         await engine.close()
 
 
+def test_a_sequence_that_keeps_all_logits_is_drafted_for_too() -> None:
+    options = EngineOptions(
+        spec="draft", spec_max=2, spec_min_gain=-9.0, attach_top_k=64, warmup=False
+    )
+    plan = starter_plan(draft_model=starter_path(), n_seq_max=2, n_outputs_max=4)
+    with over_model(plan, options) as simulation:
+        both = [request(SURE[i], max_tokens=24, logprobs=k) for i, k in enumerate((None, 0))]
+        assert simulation.ids_of(*both) == [library_greedy(p, 24) for p in SURE[:2]]
+        assert simulation.last(both[1].id).usage.n_accepted > 0  # type: ignore[union-attr]
+        assert simulation.loop.meter.n_steps < 24
+
+
 # Sure continuations in which nothing repeats: only the draft model has something to guess.
 COUNTS = (
     "a b c d e f g h i j k l m",

@@ -67,9 +67,7 @@ class LlamaBackend:
         self._vectors = Vectors(self._model, self._ctx)
         info = describe(plan, self._model, self._ctx, self._vocab, self.limits)
         self.info = msgspec.structs.replace(info, devices=devices_named(self._log.lines))
-        self._drafter = load_drafter(
-            plan, self._vocab.n, self.limits.n_batch, self._log.lines, self._keep
-        )
+        self._drafter = load_drafter(plan, self._vocab.n, self.limits, self._log.lines, self._keep)
         self.has_draft = self._drafter is not None
         warmup_s = self._warm_up() if options.warmup else 0.0
         self._log.is_loading = False

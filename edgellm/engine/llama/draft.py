@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgellm.engine.backend import OK, Span
+from edgellm.engine.backend import OK, Limits, Span
 from edgellm.engine.llama.batch import Batch
 from edgellm.engine.llama.library import lib
 from edgellm.engine.llama.log import load_error
@@ -21,7 +21,7 @@ from edgellm.planner.plan import Plan
 
 
 def load_drafter(
-    plan: Plan, n_vocab: int, n_batch: int, log: Sequence[str], keep: list[Any]
+    plan: Plan, n_vocab: int, limits: Limits, log: Sequence[str], keep: list[Any]
 ) -> Drafter | None:
     """The plan's draft model in a context like the model's own, or None without one."""
     p = plan.params
@@ -29,7 +29,11 @@ def load_drafter(
         return None
     facts = msgspec.structs.replace(plan.model, path=p.draft_model)
     small = msgspec.structs.replace(
-        p, n_gpu_layers=p.draft_n_gpu_layers, n_outputs_max=p.n_seq_max, draft_model=None
+        p,
+        n_gpu_layers=p.draft_n_gpu_layers,
+        n_seq_max=len(limits.slot_ids) + len(limits.plain_ids),
+        n_outputs_max=p.n_seq_max,
+        draft_model=None,
     )
     plan = msgspec.structs.replace(plan, model=facts, params=small)
     model = lib.llama_model_load_from_file(p.draft_model.encode(), model_params(plan, keep))
@@ -44,7 +48,7 @@ def load_drafter(
     ctx = lib.llama_init_from_model(model, context_params(small, 1))
     if not ctx:
         raise load_error(plan, log, "the context")
-    return Drafter(model, ctx, n_vocab, n_batch)
+    return Drafter(model, ctx, n_vocab, limits.n_batch)
 
 
 class Drafter:
