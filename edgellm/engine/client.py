@@ -193,8 +193,8 @@ class Engine:
             await self._drop_lost_workers()
             self.log.clear()
             await self._start(ignore)
-        except EdgeLLMError as failure:
-            self._give_up(EngineDeadError(f"{error.message}\nand again: {failure.message}"))
+        except (EdgeLLMError, OSError) as failure:  # OSError: no process or socket to be had
+            self._give_up(EngineDeadError(f"{error.message}\nand again: {failure}"))
             return
         for stream in replays:
             if stream.request.id in self._streams:
@@ -378,8 +378,8 @@ class Engine:
             for other in self._streams.values():
                 other.alone = False
         is_over = False
-        self._send(wire.Generate(request))
         try:
+            self._send(wire.Generate(request))
             while not is_over:
                 item = await stream.get()
                 if isinstance(item, Exception):

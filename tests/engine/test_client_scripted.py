@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from edgellm.engine.child import Child
 from edgellm.engine.client import Engine
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.errors import (
@@ -231,3 +232,27 @@ async def test_who_wants_to_know_is_told_that_the_engine_was_closed() -> None:
     await engine.close()
     await engine.close()
     assert told == [False]
+
+
+async def test_a_child_that_cannot_be_started_again_leaves_nobody_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(child: Child) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(Child, "start", start)
+    stream = engine.generate(request("hello", max_tokens=500, ignore_eos=True))
+    await anext(stream)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError, match="no more processes"):
+        await asyncio.wait_for(collect(engine, request("hello")), 20)
+    assert engine.is_dead
+
+
+async def test_a_request_that_cannot_be_sent_leaves_its_id_free(engine: Engine) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        await collect(engine, request("half a pair: \ud800", id="a"))
+    assert (await collect(engine, request("hello", id="a", max_tokens=3)))[-1].is_last
