@@ -362,6 +362,7 @@ def _measured(where: _Where, config: BenchConfig, label: str) -> tuple[BenchRun,
         for runner in runners:
             if runner.partial is not None:
                 return runner.partial, False
+        print("\ninterrupted before a repeat had ended: there is nothing to keep", file=sys.stderr)
         raise
 
 

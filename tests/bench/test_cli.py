@@ -275,6 +275,17 @@ def test_ctrl_c_in_a_run_keeps_what_had_been_measured(home: Path) -> None:
     assert [entry.kind for entry in Archive().entries()] == ["bench"]
 
 
+def test_ctrl_c_before_a_repeat_had_ended_says_that_nothing_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("edgellm.cli.bench._measure", interrupted)
+    assert main(["bench", "starter"]) == 130
+    assert "interrupted before a repeat had ended" in capsys.readouterr().err
+
+
 def test_tune_shows_what_it_would_try(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "tune", "starter", "--dry-run", "--for", "throughput")
     names = [variable["name"] for variable in found]

