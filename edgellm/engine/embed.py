@@ -41,7 +41,9 @@ def embed(backend: Backend, job: EmbedJob) -> EmbedResult:
 
 def _check_lengths(inputs: tuple[array[int], ...], most: int) -> None:
     for i, tokens in enumerate(inputs):
-        if not 0 < len(tokens) <= most:
+        if not tokens:
+            raise InvalidRequestError(f"input {i} is empty", param="input")
+        if len(tokens) > most:
             raise InvalidRequestError(
                 f"input {i} has {len(tokens)} tokens, the batch holds {most}",
                 param="input",

@@ -456,7 +456,9 @@ class Scheduler:
         if op.seq.slot != op.seq_id:
             return False
         self._miss(op.seq, "checkpoint_refused")
-        op.seq.n_computed = op.seq.n_cached = 0
+        op.seq.n_computed = 0
+        if op.seq.n_output == 0:
+            op.seq.n_cached = 0  # what was cached when it first spoke stays true
         return True
 
     def slide(self, seq: Sequence, n_keep: int, n_drop: int) -> None:

@@ -15,7 +15,7 @@ from msgspec import structs
 from edgellm.engine import wire
 from edgellm.engine.backend import NO_CELLS
 from edgellm.engine.constrain import make_factory
-from edgellm.engine.embed import EmbedJob
+from edgellm.engine.embed import EmbedJob, embed
 from edgellm.engine.info import EngineOptions, Fault, Script
 from edgellm.engine.loop import Withdrawn
 from edgellm.engine.score import ScoreJob
@@ -1032,3 +1032,10 @@ def test_an_exception_over_a_message_ends_that_request_and_not_the_loop() -> Non
     simulation.run()
     assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
     assert simulation.text(good.id) == alone(good)
+
+
+def test_an_empty_input_is_called_empty_not_too_long() -> None:
+    simulation = Simulation(embeddings=True)
+    inputs = (array("i", [1]), array("i"))
+    with pytest.raises(InvalidRequestError, match="input 1 is empty"):
+        embed(simulation.backend, EmbedJob(1, EmbedRequest(id="e", inputs=("a", "")), inputs))

@@ -581,3 +581,13 @@ def test_who_shares_nothing_needs_cells_for_all_of_its_prompt() -> None:
         play(scheduler, scheduler.schedule(0.0))
     assert apart.state is State.WAITING
     assert first.state is State.RUNNING
+
+
+def test_a_state_refused_after_a_preemption_leaves_what_was_cached_at_first() -> None:
+    scheduler = Scheduler(limits(sharing="checkpoint"), EngineOptions())
+    (seq,) = running(scheduler, list(range(40)))
+    for n_output, n_cached in ((1, 30), (0, 0)):
+        seq.tokens = seq.tokens[: seq.n_prompt + n_output]
+        seq.n_cached = 30
+        assert scheduler.restore_failed(Restore(seq.slot, 0, 40, seq))
+        assert (seq.n_cached, seq.n_computed) == (n_cached, 0)
