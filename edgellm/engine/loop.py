@@ -158,6 +158,8 @@ class Loop:
             self._fail_all(error)
             if self._embedding is not None:
                 self._send(wire.Failed(self._embedding.call, wire.error_info(_wrapped(error))))
+            else:
+                self.scheduler.forget_all()
             self._delivers_later = False
         self._embedding = None
         if not self._delivers_later:

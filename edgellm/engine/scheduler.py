@@ -587,6 +587,14 @@ class Scheduler:
             return None
         return self.cells.pin(seq.slot, seq.tokens[:n])
 
+    def forget_all(self) -> None:
+        """Empty the cache: a step broke off, and what it did of its operations is not known. The
+        sequences are finished already."""
+        self.cells.drop_retained()
+        limits = self.limits
+        everything = (*limits.slot_ids, *limits.plain_ids, *limits.retained_ids)
+        self._ops[:] = [Remove(seq_id, 0) for seq_id in everything]
+
     def take_ops(self) -> list[Op]:
         """Operations that nobody has carried out yet."""
         ops = self._ops.copy()

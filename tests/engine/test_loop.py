@@ -1039,3 +1039,21 @@ def test_an_empty_input_is_called_empty_not_too_long() -> None:
     inputs = (array("i", [1]), array("i"))
     with pytest.raises(InvalidRequestError, match="input 1 is empty"):
         embed(simulation.backend, EmbedJob(1, EmbedRequest(id="e", inputs=("a", "")), inputs))
+
+
+@pytest.mark.parametrize("name", ["seq_rm", "seq_cp"])
+def test_operations_that_break_off_leave_no_cell_behind(name: str) -> None:
+    simulation = Simulation()
+    backend, todo = simulation.backend, getattr(simulation.backend, name)
+
+    def broken(*args: Any) -> None:
+        setattr(backend, name, todo)
+        raise MemoryError("just now")
+
+    first, again = (request(LONG, max_tokens=6, ignore_eos=True) for _ in range(2))
+    simulation.add(first)
+    setattr(backend, name, broken)  # the first one's end is what is broken off
+    simulation.run()
+    assert getattr(backend, name) == todo
+    simulation.ids_of(again)
+    assert simulation.text(again.id) == alone(again)
