@@ -377,7 +377,9 @@ class Loop:
         saved = self.scheduler.checkpoints.get(op.key)
         if saved is None or not self.backend.state_set(op.seq_id, saved.state):
             return False
-        return op.n == len(saved.tokens) or self.backend.seq_rm(op.seq_id, op.n)
+        # Where tokens can be taken back, guesses may lie in a state above the tokens it is for.
+        exact = op.n == len(saved.tokens) and not self.spec.can_rewind
+        return exact or self.backend.seq_rm(op.seq_id, op.n)
 
     def _decode(self, work: list[sched.Work]) -> int:
         spans = []

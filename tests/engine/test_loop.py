@@ -1057,3 +1057,16 @@ def test_operations_that_break_off_leave_no_cell_behind(name: str) -> None:
     assert getattr(backend, name) == todo
     simulation.ids_of(again)
     assert simulation.text(again.id) == alone(again)
+
+
+def test_guesses_in_a_saved_state_are_not_put_back_with_it() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", can_rewind=True))
+    first, again = (request(LONG, max_tokens=6, ignore_eos=True) for _ in range(2))
+    simulation.ids_of(first)
+    checkpoints = simulation.loop.scheduler.checkpoints
+    for key, saved in checkpoints._saved.items():  # as with two guesses that were beside it
+        state = bytes(saved.state) + bytes(16)
+        checkpoints._saved[key] = structs.replace(saved, state=state)
+    simulation.ids_of(again)
+    assert simulation.loop.scheduler.n_hits == 1
+    assert simulation.text(again.id) == alone(again)
