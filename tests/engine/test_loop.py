@@ -1062,8 +1062,8 @@ def test_operations_that_break_off_leave_no_cell_behind(name: str) -> None:
 def test_guesses_in_a_saved_state_are_not_put_back_with_it() -> None:
     simulation = Simulation(script=Script(share="checkpoint", can_rewind=True))
     ids = tuple(range(300, 340))
-    first, again = (request(p, max_tokens=6, ignore_eos=True) for p in (ids, (*ids, 300, 301)))
-    simulation.ids_of(first)
+    (said,) = simulation.ids_of(request(ids, max_tokens=6, ignore_eos=True))
+    again = request((*ids, *said, 300), max_tokens=6, ignore_eos=True)
     checkpoints = simulation.loop.scheduler.checkpoints
     for key, saved in checkpoints._saved.items():  # as with two guesses that were beside it
         state = bytes(saved.state) + bytes(16)
