@@ -11,7 +11,8 @@ from edgellm.engine.sequence import Sequence
 from edgellm.errors import EdgeLLMError
 
 Chosen: TypeAlias = "int | EdgeLLMError"
-"""A token, or why the sequence's constraint lets none through: that ends its request alone."""
+"""A token, or why there is none (the sequence's constraint lets none through, its logits are not
+numbers): that ends its request alone."""
 
 
 class Narrowed(NamedTuple):
@@ -59,9 +60,9 @@ class Chooser:
         """A token for each row; rows without a constraint go together, first."""
         free = [i for i, seq in enumerate(seqs) if seq.constraint is None]
         if len(free) == len(seqs):
-            return [*self._backend.sample(rows, [seq.sampler for seq in seqs])]
+            return self._pick_free(rows, seqs)
         out: list[Chosen] = [0] * len(rows)
-        picked = self._backend.sample([rows[i] for i in free], [seqs[i].sampler for i in free])
+        picked = self._pick_free([rows[i] for i in free], [seqs[i] for i in free])
         for i, token in zip(free, picked, strict=True):
             out[i] = token
         for i, seq in enumerate(seqs):
@@ -69,11 +70,18 @@ class Chooser:
                 out[i] = self.pick(rows[i], seq)
         return out
 
+    def _pick_free(self, rows: Rows[int], seqs: Rows[Sequence]) -> list[Chosen]:
+        try:
+            return [*self._backend.sample(rows, [seq.sampler for seq in seqs])]
+        except EdgeLLMError:
+            # One by one, to end only whose row it is. Who had chosen draws another number.
+            return [self.pick(row, seq) for row, seq in zip(rows, seqs, strict=True)]
+
     def pick(self, row: int, seq: Sequence) -> Chosen:
         """One row's token."""
-        if seq.constraint is None:
-            return self._backend.sample([row], [seq.sampler])[0]
         try:
+            if seq.constraint is None:
+                return self._backend.sample([row], [seq.sampler])[0]
             return self._pick_allowed(row, seq)
         except EdgeLLMError as error:
             return error

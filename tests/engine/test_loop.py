@@ -424,6 +424,19 @@ def test_a_conversations_next_turn_begins_after_the_answer() -> None:
     assert len(simulation.loop.scheduler.checkpoints) == 1  # the prompt's own was let go
 
 
+def test_whoever_asks_again_at_once_does_not_wait_for_the_answer_to_be_saved() -> None:
+    simulation = Simulation(script=Script(share="checkpoint", can_rewind=True, answer_tokens=0))
+    saved = simulation.loop.scheduler.checkpoints
+    first = request(LONG * 2, max_tokens=20)
+    simulation.add(first)
+    while first.id not in simulation.events or not simulation.last(first.id).is_last:
+        simulation.turn()
+    n_bytes = saved.n_bytes
+    simulation.add(request("something else", max_tokens=1))
+    simulation.run()
+    assert saved.n_bytes == n_bytes
+
+
 def test_a_state_that_takes_long_to_save_keeps_no_stream_waiting() -> None:
     simulation = Simulation(script=Script(share="checkpoint", answer_tokens=0), n_ctx=4096)
     scheduler = simulation.loop.scheduler
@@ -977,6 +990,25 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
     good, bad = request("hello", max_tokens=20), request(LONG, n=2, max_tokens=20)
     simulation.add(good)
     simulation.add(bad, Stuck(ids))
+    simulation.run()
+    assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
+    assert simulation.text(good.id) == alone(good)
+
+
+def test_logits_that_nothing_can_be_chosen_from_end_their_request_alone() -> None:
+    simulation = Simulation()
+    good, bad = request("hello", max_tokens=20), request(LONG, max_tokens=20)
+    pick = simulation.backend.sample
+
+    def sample(rows: Any, samplers: Any) -> list[int]:
+        poisoned = [s.sampler for s in simulation.loop.scheduler.running if s.request is bad]
+        if any(sampler in poisoned for sampler in samplers):
+            raise EngineError("nothing to choose from")
+        return pick(rows, samplers)
+
+    simulation.backend.sample = sample  # type: ignore[method-assign]
+    for r in (good, bad):
+        simulation.add(r)
     simulation.run()
     assert simulation.last(bad.id).finish_reason is FinishReason.ERROR
     assert simulation.text(good.id) == alone(good)
