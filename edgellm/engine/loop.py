@@ -391,7 +391,7 @@ class Loop:
         if saved is None or not self.backend.state_set(op.seq_id, saved.state):
             return False
         # Where tokens can be taken back, guesses may lie in a state above the tokens it is for.
-        exact = op.n == len(saved.tokens) and not self.spec.can_rewind
+        exact = op.n == len(saved.tokens) and not self.backend.limits.can_rewind
         return exact or self.backend.seq_rm(op.seq_id, op.n)
 
     def _decode(self, work: list[sched.Work]) -> int:

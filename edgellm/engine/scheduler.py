@@ -287,7 +287,7 @@ class Scheduler:
         if not calm or not costs.token_s:
             return max(MIN_CHUNK, most // FIRST_SHARE)
         crowd = max(1.0, CROWD * (len(prefilling) - 1) / len(beside))
-        extra = self._spare_s(len(beside), crowd)
+        extra = self._spare_s(calm, crowd)
         least = min(MIN_CHUNK, max(LEAST_CHUNK, int(STALL_S / costs.token_s)))
         n = min(most, max(least, int((extra - costs.fixed_s) / costs.token_s)))
         # A step of the shape of the one before it is captured as a CUDA graph (ggml-cuda.cu): 6 ms
@@ -296,9 +296,8 @@ class Scheduler:
         self._last_chunk = n
         return n
 
-    def _spare_s(self, n_decode: int, crowd: float = 1.0) -> float:
-        """How much longer a step that carries so many streams may be than theirs alone."""
-        calm = self.costs.decode_s(n_decode)
+    def _spare_s(self, calm: float, crowd: float = 1.0) -> float:
+        """How much longer a step that carries streams may be than theirs alone (``calm``)."""
         spare = (self.options.itl_factor - 1) * calm * crowd
         target = self.options.itl_target_s
         return spare if target is None else max(spare, target - calm)
@@ -440,7 +439,8 @@ class Scheduler:
         others = [s for s in self.running if s is not seq and s.is_decoding]
         if not others or seq in self._awaited:
             return True
-        return self.costs.save_s(seq.n_computed) <= max(STALL_S, self._spare_s(len(others)))
+        spare = self._spare_s(self.costs.decode_s(len(others)))
+        return self.costs.save_s(seq.n_computed) <= max(STALL_S, spare)
 
     def should_save(self, seq: Sequence) -> bool:
         """Whether what a sequence leaves should be saved, its answer too: for the conversation's

@@ -374,18 +374,22 @@ def test_what_saving_a_state_takes_is_no_part_of_what_its_prompt_cost(
     assert not simulation.loop.scheduler.costs.is_worth_saving(60, 60)
 
 
+def cached_of(simulation: Simulation, wave: list[Request]) -> list[int]:
+    """The cached tokens of each of these, which come together and say what each says alone."""
+    for r in wave:
+        simulation.add(r)
+    simulation.run()
+    assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
+    return [simulation.last(r.id).usage.n_cached for r in wave]  # type: ignore[union-attr]
+
+
 def test_a_third_prompt_begins_where_two_others_parted() -> None:
     """A system prompt, and three conversations under it: the state is saved where they differ."""
     simulation = Simulation(script=Script(share="checkpoint"))
     cached = []
     for tail in ("one", "two", "three"):
         r = request(LONG * 3 + f"{tail} " * 6, max_tokens=5)
-        simulation.add(r)
-        simulation.run()
-        assert simulation.text(r.id) == alone(r)
-        usage = simulation.last(r.id).usage
-        assert usage is not None
-        cached.append(usage.n_cached)
+        cached += cached_of(simulation, [r])
     assert cached[:2] == [0, 0]
     assert cached[2] >= 60
 
@@ -393,22 +397,14 @@ def test_a_third_prompt_begins_where_two_others_parted() -> None:
 def test_a_second_prompt_begins_where_it_parts_from_one_whose_cache_can_rewind() -> None:
     simulation = Simulation(script=Script(share="checkpoint", can_rewind=True))
     first, second = (request(LONG * 3 + f"{t} " * 6, max_tokens=5) for t in ("one", "two"))
-    for r in (first, second):
-        simulation.add(r)
-        simulation.run()
-        assert simulation.text(r.id) == alone(r)
-    assert simulation.last(second.id).usage.n_cached >= 60  # type: ignore[union-attr]
+    cached_of(simulation, [first])
+    assert cached_of(simulation, [second])[0] >= 60
 
 
 def test_a_new_prefix_of_many_is_computed_once_where_caches_can_rewind() -> None:
     simulation = Simulation(script=Script(share="checkpoint", can_rewind=True), n_batch=32)
     wave = [request(LONG * 3 + f"{i} " * 6, max_tokens=4) for i in range(4)]
-    for r in wave:
-        simulation.add(r)
-    simulation.run()
-    assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
-    usages = [simulation.last(r.id).usage for r in wave]
-    assert [u.n_cached >= 60 for u in usages if u is not None] == [False, True, True, True]
+    assert [n >= 60 for n in cached_of(simulation, wave)] == [False, True, True, True]
 
 
 def test_a_conversations_next_turn_begins_after_the_answer() -> None:
@@ -462,12 +458,7 @@ def test_prompts_that_begin_alike_and_come_together_wait_for_one_of_them() -> No
     simulation.add(seen)
     simulation.run()
     wave = [request(LONG * 3 + f"{i} " * 6, max_tokens=4) for i in range(4)]
-    for r in wave:
-        simulation.add(r)
-    simulation.run()
-    assert [simulation.text(r.id) for r in wave] == [alone(r) for r in wave]
-    usages = [simulation.last(r.id).usage for r in wave]
-    assert sorted(u.n_cached >= 60 for u in usages if u is not None) == [False, True, True, True]
+    assert sorted(n >= 60 for n in cached_of(simulation, wave)) == [False, True, True, True]
 
 
 def test_a_request_withdrawn_before_it_arrived_counts_as_cancelled() -> None:
